@@ -22,6 +22,7 @@ from layerstore.cli.render import (
     print_table,
     print_warning,
     shown,
+    some,
     with_store,
 )
 from layerstore.json_fields import json_fields
@@ -157,6 +158,8 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None)
     for_good = " for good" if outcome.removed or outcome.trimmed or outcome.trash.count else ""
     freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
     print_paragraph(f"{verb} {_parts(outcome)}{for_good}: {freed}", indent=2)
+    if outcome.dropped:
+        print_paragraph(f"{'left' if is_done else 'would leave'} the trash: {shown(some(outcome.dropped))}", indent=2)
     unpushed = sum(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
     if unpushed and pushed_to is not None:
         stay, them = ("stays", "it") if unpushed == 1 else ("stay", "them")

@@ -48,6 +48,8 @@ def undrop(
     with opened(store) as opened_store:
         commits = opened_store.undrop_commits(refs or (), runs=run or ())
         references = [shown(ref) for ref in references_to(opened_store.repo, (commit.record for commit in commits))]
+        views = [opened_store.repo.catalog.view(name) for name in dict.fromkeys(commit.run for commit in commits)]
+        tips = {view.run: next(view.history(view.attempts[-1])).step for view in views}
         left = {name: len(opened_store.dropped(name)) for name in run or ()}
     if as_json:
         fields = [json_fields(commit) for commit in commits]
@@ -57,6 +59,8 @@ def undrop(
         print_line(f"{references[0]} is back (commit {short_id(commits[0].id)})")
     else:
         print_paragraph(f"{len(commits):,} commits are back: {some(references, limit=NAMED_MAX)}", indent=2)
+    for name, step in tips.items():  # a later attempt that is back may end at an earlier step
+        print_line(f"{shown(name)} now means {shown(f'{name}@{step}')}")
     for name, count in left.items():
         if count:
             listed = with_store(f"layerstore log {typed(name)} --dropped")

@@ -47,6 +47,8 @@ class GcOutcome:
     """Dropped records and damaged files that leave the trash for good."""
     pins: tuple[str, ...]
     """Pins, which keep all that they need."""
+    dropped: tuple[str, ...] = ()
+    """The dropped and replaced commits that leave the trash for good, as RUN@STEP."""
     waiting: Gone = field(default_factory=Gone)
     """Objects that stay aside until the next collection, because other nodes' listings may be late."""
     notes: tuple[str, ...] = ()
@@ -174,6 +176,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
         unfinished=Gone(len(leftovers), sum(size_bytes for _, size_bytes in leftovers)),
         trash=Gone(len(old_records) + len(old_files), sum(map(repo.trash.size_of_damaged, old_files))),
         pins=tuple(repo.records.pin_names()),
+        dropped=tuple(f"{name.run}@{name.step}" for name in old_records),
         notes=tuple(
             note
             for view, of_run in runs

@@ -331,12 +331,12 @@ def _check_places(repo: Repository, named: Mapping[str, Commit]) -> None:
         if rival is not None:
             raise Conflict(
                 f"{record.run}@{record.step} is commit {short_id(rival.id)} by now; nothing was changed",
-                hint=f"layerstore drop {short_id(rival.id)} makes room for it",
+                hint=f"layerstore drop {short_id(rival.id)}, then layerstore undrop {short_id(commit.id)}",
             )
         if hides is not None:  # it would come back hidden
             raise Conflict(
                 f"{name} was replaced by commit {short_id(hides.id)}, {record.run}@{hides.step}; nothing was changed",
-                hint=f"layerstore drop {short_id(hides.id)} makes room for it",
+                hint=f"layerstore drop {short_id(hides.id)}, then layerstore undrop {short_id(commit.id)}",
             )
         if record.run in pins:
             raise Conflict(

@@ -102,6 +102,7 @@ def _collected(
             raise stranger(remote.stranger_names[0], remote=remote.url)
         needs = _named(remote, progress, without=set(moved))
         old_trash, held = _trash(remote, needs, old_before_ns)
+        dropped = [found for name in old_trash if (found := name_in(*name.split("/")[-2:])) is not None]
         # What moves to the trash now keeps its objects for a day: a push may have relied on these records.
         for name in moved if grace_seconds else ():
             held.add_readable(repo.catalog.commit(name).record)
@@ -134,6 +135,7 @@ def _collected(
         unfinished=Gone(),
         trash=Gone(len(old_trash)),
         pins=tuple(repo.records.pin_names()),
+        dropped=tuple(f"{name.run}@{name.step}" for name in dropped),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.disk import Files
-from layerstore.errors import IntegrityError, InvalidInput, NoStore, StorageIO
+from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NoStore, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
 
 _UNFINISHED = "gc/unfinished"
@@ -45,11 +45,13 @@ class Folder:
 
         Raises:
             NoStore: It does not exist, and may not be made.
+            AlreadyExists: It would be made of a folder that holds something else.
             IntegrityError: One of its folders is a link.
         """
         self._files = Files()
         self._url = url
         if may_make:
+            self._check_free(path)
             self._files.make_directories(path)
         elif not path.is_dir():
             raise NoStore(
@@ -61,6 +63,14 @@ class Folder:
         with self._bucket_errors():
             for name in (*_TOP, "trash/commits"):
                 self._check_no_links(name)
+
+    def _check_free(self, path: Path) -> None:
+        """Raise AlreadyExists if *path* holds other things and no store: nobody could tell them apart later."""
+        names = set(self._files.names(path))
+        if names and names.isdisjoint({*_TOP, "store.json"}):
+            raise AlreadyExists(
+                f"{path} is not empty: it holds {min(names)!r}; nothing was sent", hint="name an empty or new folder"
+            )
 
     def get(self, name: str, stretch: tuple[int, int] | None = None) -> tuple[int, Iterator[bytes]]:
         """Return the size of *name*, and its bytes or a *stretch* of them; ends early if it is shorter."""

@@ -127,7 +127,7 @@ def test_several_come_back_as_they_went(run: Run, store: Path) -> None:
 
     assert ([outcome.code for outcome in bad], empty) == ([2, 13, 13], [])
     assert [commit["step"] for commit in both] == [2, 4]
-    assert people.out == "2 commits are back: sft@2, sft@4\n"
+    assert people.out == "2 commits are back: sft@2, sft@4\nsft now means sft@4\n"
     assert (again.code, again.err.splitlines()[0]) == (13, "error: no commit of 'sft' is in the trash")
     assert list(one) == ["schema", "run", "step", "attempt", "commit"]
     assert {"schema": 1, **both[1]} == one
@@ -169,7 +169,7 @@ def test_attempts_of_a_dropped_step_are_told_apart(run: Run, store: Path, checkp
     assert (neither.code, neither.err.splitlines()[0]) == (13, "error: sft~1@4 is not in the trash")
     assert {f"{first} of attempt 1", f"{second} of attempt 2"} <= set(re.split(": |, |; ", neither.err.splitlines()[1]))
     assert (back.code, other.code) == (0, 0)
-    assert other.out == f"sft~1@4 is back (commit {first})\n"
+    assert other.out == f"sft~1@4 is back (commit {first})\nsft now means sft@4\n"
 
 
 def test_what_cannot_be_read_is_given_up_by_its_name_alone(run: Run, store: Path) -> None:

@@ -150,7 +150,10 @@ def test_it_asks_before_the_trash_is_emptied(run: Run, store: Path) -> None:
 
     assert b"nothing was removed" in answered(b"n\n", *words)[1]
     assert [each["step"] for each in run("log", "--dropped", "--json", "--store", store).fields["dropped"]] == [2]
-    assert b"1 file in the trash" in answered(b"y\n", *words)[1]
+    emptied = answered(b"y\n", *words)[1]
+    assert b"1 file in the trash" in emptied
+    assert b"would leave the trash: sft@2" in emptied
+    assert b"\nleft the trash: sft@2" in emptied.replace(b"\r", b"")
     assert run("log", "--dropped", "--json", "--store", store).fields["dropped"] == []
 
 

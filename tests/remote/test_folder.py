@@ -9,7 +9,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
+from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, StorageIO
 from layerstore.remote import Bucket
 from layerstore.remote.folder import Folder
 from tests.faults.harness import attempt, in_child, limit_address_space
@@ -148,6 +148,17 @@ def test_the_remote_itself_may_be_reached_through_a_link(pushed: Store, remote: 
     (tmp_path / "short").symlink_to(remote)
     with layerstore.open(f"file://{tmp_path}/short") as opened:
         assert [entry.step for entry in opened.log()] == [6, 4, 2]
+
+
+def test_a_folder_with_other_things_does_not_become_a_remote(pushed: Store, tmp_path: Path) -> None:
+    """A mistyped path would mix a store into somebody's checkpoints."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("other")
+
+    with pytest.raises(AlreadyExists, match=r"mine is not empty: it holds 'notes.txt'; nothing was sent"):
+        pushed.push((tmp_path / "mine").as_uri())
+
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
 def test_what_a_killed_push_has_left_goes_with_a_collection(
