@@ -334,8 +334,9 @@ def _unnamed(when: str, store: Store, scene: Scene, hurt: set[Path], before: dic
         said_well(error)
         return []
     named = {damage.path.rpartition("/")[2] for damage in verdict.damaged}
-    if any(damage.kind in {"record", "pin", "version", "state"} for damage in verdict.damaged):
-        return []  # what only a lost record or version names, nobody can miss
+    blobs = any(damage.kind in {"record", "pin", "version", "state"} for damage in verdict.damaged)
+    if blobs or any("trash" in file.parts for file in hurt):
+        return []  # what only a lost record or version names, nobody can miss; a record in the trash is only a way back
     return [f"{when}, verify does not name {file.name}" for file in bad if file.name not in named]
 
 
