@@ -54,7 +54,7 @@ def note_pushed(
         has = pushed.get(url, frozenset()).difference(before).union(commits)
         if pushed.get(url, frozenset()) == has:
             return None
-        return json.dumps({remote: sorted(names) for remote, names in sorted({**pushed, url: has}.items())}).encode()
+        return _encoded({**pushed, url: has})
 
     try:
         repo.rewrite(repo.layout.pushed, noted)
@@ -68,8 +68,11 @@ def forget_pushed(repo: Repository, url: str) -> bool:
         return False
 
     def noted() -> bytes:
-        others = {remote: sorted(names) for remote, names in sorted(pushed_to(repo).items()) if remote != url}
-        return json.dumps(others).encode()
+        return _encoded({remote: commits for remote, commits in pushed_to(repo).items() if remote != url})
 
     repo.rewrite(repo.layout.pushed, noted)
     return True
+
+
+def _encoded(pushed: Mapping[str, Collection[CommitId]]) -> bytes:
+    return json.dumps({remote: sorted(commits) for remote, commits in sorted(pushed.items())}).encode()
