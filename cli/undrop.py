@@ -1,5 +1,6 @@
 """``layerstore undrop``: bring commits back from the trash."""
 
+from collections import Counter
 from typing import Annotated
 
 import typer
@@ -50,7 +51,7 @@ def undrop(
         references = [shown(ref) for ref in references_to(opened_store.repo, (commit.record for commit in commits))]
         views = [opened_store.repo.catalog.view(name) for name in dict.fromkeys(commit.run for commit in commits)]
         tips = {view.run: next(view.history(view.attempts[-1])).step for view in views}
-        left = {name: len(opened_store.dropped(name)) for name in run or ()}
+        in_trash = Counter(name.run for name in opened_store.repo.trash.records())
     if as_json:
         fields = [json_fields(commit) for commit in commits]
         print_json(fields[0] if is_one_ref(refs, run) else {"commits": fields})
@@ -61,7 +62,7 @@ def undrop(
         print_paragraph(f"{len(commits):,} commits are back: {some(references, limit=NAMED_MAX)}", indent=2)
     for name, step in tips.items():  # a later attempt that is back may end at an earlier step
         print_line(f"{shown(name)} now means {shown(f'{name}@{step}')}")
-    for name, count in left.items():
-        if count:
+    for name in dict.fromkeys(run or ()):
+        if count := in_trash[name]:
             listed = with_store(f"layerstore log {typed(name)} --dropped")
             print_note(f"{counted(count, 'older commit')} of {shown(name)} stayed in the trash: {listed}")
