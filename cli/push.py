@@ -96,15 +96,17 @@ def remote_and_references(store: "Store", words: list[str], *, from_here: bool) 
     return None, words
 
 
-def print_transferred(done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int) -> None:
-    """Print what a push or a pull has *done*."""
+def print_transferred(
+    done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int, is_all: bool = True
+) -> None:
+    """Print what a push or a pull has *done*; *is_all* if it left out nothing that was dropped here."""
     if as_json:
         print_json(json_fields(done))
         return
     what = [counted(len(done.commits), "commit"), *([counted(len(done.pins), "pin")] if done.pins else [])]
     if not (done.commits or done.pins):
-        what_has_it = (shown(done.url), "this store") if verb == "sent" else ("this store", shown(done.url))
-        print_line("{} has every commit and pin of {}".format(*what_has_it))
+        holder, other = (shown(done.url), "this store") if verb == "sent" else ("this store", shown(done.url))
+        print_line(f"{holder} has {'every' if is_all else 'every other'} commit and pin of {other}")
         return
     print_line(f"{verb} {' and '.join(what)}: {counted(done.objects, 'object')}, {size(size_bytes)}")
     print_line(f"  {some([*done.commits, *done.pins])}")

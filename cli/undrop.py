@@ -51,7 +51,7 @@ def undrop(
         references = [shown(ref) for ref in references_to(opened_store.repo, (commit.record for commit in commits))]
         views = [opened_store.repo.catalog.view(name) for name in dict.fromkeys(commit.run for commit in commits)]
         tips = {view.run: next(view.history(view.attempts[-1])).step for view in views}
-        in_trash = Counter(name.run for name in opened_store.repo.trash.records())
+        in_trash = Counter(name.run for name in opened_store.repo.trash.only_here())
     if as_json:
         fields = [json_fields(commit) for commit in commits]
         print_json(fields[0] if is_one_ref(refs, run) else {"commits": fields})

@@ -176,7 +176,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
         unfinished=Gone(len(leftovers), sum(size_bytes for _, size_bytes in leftovers)),
         trash=Gone(len(old_records) + len(old_files), sum(map(repo.trash.size_of_damaged, old_files))),
         pins=tuple(repo.records.pin_names()),
-        dropped=tuple(f"{name.run}@{name.step}" for name in old_records),
+        dropped=tuple(f"{name.run}@{name.step}" for name in old_records if not repo.records.is_there(name)),
         notes=tuple(
             note
             for view, of_run in runs

@@ -195,8 +195,8 @@ def give_up(repo: Repository, ref: str) -> list[RecordName]:
 
 
 def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
-    """Return the readable commits in the trash, newest first within each run."""
-    commits = _readable(repo, (name for name in repo.trash.records() if run is None or name.run == run))
+    """Return the readable commits in the trash that are not visible again, newest first within each run."""
+    commits = _readable(repo, (name for name in repo.trash.only_here() if run is None or name.run == run))
     return sorted(
         commits, key=lambda dropped_commit: (dropped_commit.commit.record.run, -dropped_commit.commit.record.step)
     )

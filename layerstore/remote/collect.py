@@ -102,7 +102,8 @@ def _collected(
             raise stranger(remote.stranger_names[0], remote=remote.url)
         needs = _named(remote, progress, without=set(moved))
         old_trash, held = _trash(remote, needs, old_before_ns)
-        dropped = [found for name in old_trash if (found := name_in(*name.split("/")[-2:])) is not None]
+        named = (name_in(*name.split("/")[-2:]) for name in old_trash)
+        dropped = [name for name in named if name is not None and not repo.records.is_there(name)]
         # What moves to the trash now keeps its objects for a day: a push may have relied on these records.
         for name in moved if grace_seconds else ():
             held.add_readable(repo.catalog.commit(name).record)

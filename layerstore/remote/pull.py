@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, NotFound
@@ -54,6 +54,8 @@ _PUBLISHED_TIMES_MAX = 16
 class Pulled:
     """The result of a pull."""
 
+    _JSON: ClassVar = "url commits pins objects bytes_received"
+
     url: str
     commits: tuple[str, ...]
     """References of the commits that were not here before."""
@@ -61,6 +63,8 @@ class Pulled:
     objects: int
     bytes_received: int
     """The size of the objects and blobs that were fetched."""
+    dropped: tuple[str, ...] = ()
+    """The ids of commits that were not fetched, because they are in the trash here."""
 
 
 class Origin(Protocol):
@@ -223,6 +227,7 @@ class _Pull:
         self._is_partial = partial_of(repo) == remote.url
         self._objects = 0
         self._bytes_received = 0
+        self._dropped: tuple[str, ...] = ()
 
     def run(self, refs: Iterable[str] | None, runs: Iterable[str] | None) -> Pulled:
         """Fetch what is missing."""
@@ -252,6 +257,7 @@ class _Pull:
             pins=tuple(pin.name for pin in pins),
             objects=self._objects,
             bytes_received=self._bytes_received,
+            dropped=self._dropped,
         )
 
     def _requested(
@@ -264,10 +270,12 @@ class _Pull:
         """
         theirs = self._remote.repo
         if refs is None:
-            dropped = set(self._repo.trash.records())
+            dropped = set(self._repo.trash.only_here())
             wanted = theirs.catalog.runs() if runs is None else [*runs]
             views = [view for run in wanted if (view := theirs.catalog.find(run)) is not None]
-            names = [row.name for view in views for row in view.visible if row.name not in dropped]
+            visible = [row.name for view in views for row in view.visible]
+            names = [name for name in visible if name not in dropped]
+            self._dropped = tuple(name.id for name in visible if name in dropped)
             damaged = [item for view in views for item in view.damaged.items() if item[0] not in dropped]
             lost = [(name, error) for name, error in damaged if not self._repo.records.is_there(name)]
             failures |= {f"{name.run}@{name.step}": error for name, error in lost}

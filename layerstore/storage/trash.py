@@ -45,6 +45,10 @@ class Trash:
         """Return the records in the trash, by run and step."""
         return sorted(entry for entry in self.listed() if isinstance(entry, RecordName))
 
+    def only_here(self) -> list[RecordName]:
+        """Return those that are not visible as well: a pull or an ingest may have brought one back."""
+        return [name for name in self.records() if not self._records.is_there(name)]
+
     def strangers(self) -> Iterator[Path]:
         """Yield the path of everything among the records that is none by its name."""
         return (entry for entry in self.listed() if isinstance(entry, Path))

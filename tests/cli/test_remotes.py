@@ -79,6 +79,21 @@ def test_a_commit_there_is_dropped_and_brought_back(run: Run, url: str) -> None:
     assert "2 commits are back" in run("--store", url, "undrop", "--run", "sft").out
 
 
+def test_a_pull_says_what_it_leaves_in_the_trash(run: Run, store: Path, url: str) -> None:
+    """Where it would have said that nothing is missing, with the command that brings it back."""
+    command = run("--store", store, "drop", "sft@4").out.partition("to bring it back: ")[2].strip()
+    one = run("--store", store, "pull", url)
+    run("--store", store, "drop", "sft@2")
+    two = run("--store", store, "pull", url)
+
+    rest = f"this store has every other commit and pin of {url}\n"
+    assert one.out == f"{rest}1 commit there was dropped here: {command} brings it back\n"
+    assert two.out == f"{rest}2 commits there were dropped here: layerstore --store {store} log --dropped lists them\n"
+    assert set(run("--store", store, "pull", url, "--json").fields) == (
+        {"schema", "url", "commits", "pins", "objects", "bytes_received"}
+    )
+
+
 def test_what_is_counted_there_is_in_the_bucket(run: Run, url: str, store: Path) -> None:
     """And objects that nothing names stay there for a day."""
     assert " in the bucket" in run("--store", url, "stats").out

@@ -80,13 +80,18 @@ def test_a_pull_of_references_takes_only_them(store: Store, saved: Checkpoints, 
 
 
 def test_what_was_dropped_stays_dropped(store: Store, saved: Checkpoints, url: str) -> None:
-    """A pull does not bring back what lies in the trash, unless it is named."""
+    """A pull does not bring back what lies in the trash, unless it is named: then it no longer counts as dropped."""
     saved.into(store, 2, 4)
     store.push(url)
-    store.drop("r@2")
+    dropped = store.drop("r@2")
 
-    assert store.pull(url).commits == ()
+    pulled = store.pull(url)
+    assert (pulled.commits, pulled.dropped) == ((), (dropped.commit,))
     assert store.pull(url, refs=["r@2"]).commits == ("r@2",)
+    assert (store.dropped(), store.pull(url).dropped) == ([], ())
+    emptied = store.gc(empty_trash=True)
+    assert (emptied.trash.count, emptied.dropped) == (1, ())
+    assert [entry.step for entry in store.log()] == [4, 2]
 
 
 def test_a_push_that_was_killed_goes_on(
