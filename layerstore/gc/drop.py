@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import bytes_of_only, commit_named, concluding, notes_on_exact
-from layerstore.history import Needs, begins_id, references_to, resolve, view_read_again
+from layerstore.history import Needs, begins_id, references_to, resolve, saved_now, view_read_again
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId, Saving
 from layerstore.publish import republish, retire
@@ -79,7 +79,10 @@ def plan_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()
     going = {commit.id for commit in commits}
     views = {run: repo.catalog.view(run) for run in dict.fromkeys(commit.run for commit in commits)}
     tips = {run: _tip(view, going) for run, view in views.items()}
-    notes = {run: notes_on_exact(repo, view, going) for run, view in views.items()}
+    notes = {
+        run: (*notes_on_exact(repo, view, going), *(_notes_on_job(repo, view) if tips[run] is None else ()))
+        for run, view in views.items()
+    }
     inheritors = _inheritors(views.values(), commits)
     pins = list(repo.records.readable_pins())
     references = references_to(repo, [commit.record for commit in commits])
@@ -157,6 +160,12 @@ def _tip(view: RunView, going: Set[str]) -> str | None:
     attempts = {row.attempt for row in view.visible if row.id not in going}
     tip = next((row for row in view.history(max(attempts)) if row.id not in going), None) if attempts else None
     return None if tip is None else f"{view.run}@{tip.step}"
+
+
+def _notes_on_job(repo: Repository, view: RunView) -> Iterator[str]:
+    """Yield that a job is saving the run *view*, all of which is dropped: else it would seem to come back by itself."""
+    if saved_now(repo, view.run, view.attempts):
+        yield f"a job seems to be saving {view.run} now: its next save will be visible"
 
 
 def _is_tip(view: RunView, commit: str) -> bool:

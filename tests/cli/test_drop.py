@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import layerstore
 from tests.cli.conftest import Run
 
 
@@ -111,6 +112,19 @@ def test_a_whole_run_is_dropped_by_its_name(run: Run, store: Path) -> None:
     assert planned.out.startswith("would drop 2 commits: sft@2, sft@4; nothing was changed\n")
     assert dropped.out.splitlines()[-1].endswith(f"to bring them back: layerstore --store {store} undrop --run sft")
     assert run("undrop", "sft@2", "--store", store).code == 0
+
+
+def test_a_run_that_a_job_saves_is_dropped_with_a_warning(run: Run, store: Path) -> None:
+    """In the plan too; not if a commit of the run stays, and not once the job has ended."""
+    words = ("drop", "--run", "sft", "--store", store)
+    with layerstore.open(store) as opened, opened.repo.lock_attempt("sft", 1):
+        one = run("drop", "sft@4", "--dry-run", "--store", store)
+        planned, dropped = run(*words, "--dry-run"), run(*words)
+    run("undrop", "--run", "sft", "--store", store)
+    ended = run(*words)
+
+    warning = "warning: a job seems to be saving sft now: its next save will be visible\n"
+    assert [outcome.err for outcome in (one, planned, dropped, ended)] == ["", warning, warning, ""]
 
 
 def test_several_come_back_as_they_went(run: Run, store: Path) -> None:
