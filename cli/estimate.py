@@ -278,6 +278,7 @@ def _rules_and_prices(costs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _print_result(estimated: Mapping[str, Any]) -> None:
     model, every = estimated["model"], _time(estimated["interval_seconds"])
+    labelled = {_label(line, estimated["precision"]): line for line in estimated["lines"]}
     kinds = {"config": model["architecture"], "checkpoint": "a checkpoint", "commit": "a commit"}
     kind = f" ({kinds[model['source']]})" if kinds.get(model["source"]) else ""
     frozen = "" if model["trained"] == model["parameters"] else f", {_number(model['trained'])} of them trained"
@@ -289,8 +290,8 @@ def _print_result(estimated: Mapping[str, Any]) -> None:
     columns = [Column("SAVED BY", folds=True)]
     columns += [Column("A SAVE", "right"), Column("LARGEST", "right", drops=3), Column("OF FULL", "right")]
     columns += [Column("THE RUN", "right", drops=1), Column("TAKES", "right"), Column("HISTORY", "right", drops=2)]
-    full = next(line["first_bytes"] for line in estimated["lines"] if line["saved_by"] == "DeepSpeed")
-    print_table(columns, (_row(line, full, estimated["precision"]) for line in estimated["lines"]))
+    full_bytes = labelled["DeepSpeed"]["first_bytes"]
+    print_table(columns, ([label, *_row(line, full_bytes)] for label, line in labelled.items()))
     print_line()
     print_paragraph(
         "A SAVE is the average of those after the first, which is full, LARGEST the largest of them, TAKES the writing "
@@ -300,7 +301,7 @@ def _print_result(estimated: Mapping[str, Any]) -> None:
     share = f"{estimated['held_share']:.1%}" if estimated["held_share"] >= 0.001 else "less than 0.1%"
     print_paragraph(f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
     if estimated["prices"] is not None:
-        _print_costs(estimated)
+        _print_costs(estimated, labelled)
     if estimated["movement"] is None:
         print_paragraph(
             f"{_MEASURING.capitalize()} cannot be predicted; with --movement X it is estimated for layers that all "
@@ -310,20 +311,19 @@ def _print_result(estimated: Mapping[str, Any]) -> None:
     print_line("assumed:")
     for text in (*_assumed_figures(estimated), *estimated["assumptions"]):
         print_paragraph(f"- {text}", indent=2)
-    for line in estimated["lines"]:
+    for label, line in labelled.items():
         if line["policy"] is not None and line["save_seconds"] > estimated["interval_seconds"]:
             takes = _time(line["save_seconds"])
-            label = _label(line, estimated["precision"])
             print_warning(f"{label}: a save takes {takes}, and the next comes after {every}: training would wait")
 
 
-def _print_costs(estimated: Mapping[str, Any]) -> None:
+def _print_costs(estimated: Mapping[str, Any], labelled: Mapping[str, Mapping[str, Any]]) -> None:
     print_line()
     columns = [Column("SAVED BY", folds=True)]
     columns += [Column(text, "right", drops=1) for text in ("STORAGE", "HELD UP")]
     columns += [Column("IN ALL", "right"), Column("OF DEEPSPEED", "right")]
-    deepspeed = next(line["cost"]["total"] for line in estimated["lines"] if line["saved_by"] == "DeepSpeed")
-    print_table(columns, (_cost_row(line, deepspeed, estimated["precision"]) for line in estimated["lines"]))
+    deepspeed = labelled["DeepSpeed"]["cost"]["total"]
+    print_table(columns, ([label, *_cost_row(line["cost"], deepspeed)] for label, line in labelled.items()))
     print_line()
     rules = {"keep_last": "the newest {:,}", "keep_every": "every {:,} steps"}
     kept = " and ".join(text.format(estimated[rule]) for rule, text in rules.items() if estimated[rule] is not None)
@@ -333,9 +333,9 @@ def _print_costs(estimated: Mapping[str, Any]) -> None:
     )
 
 
-def _cost_row(line: Mapping[str, Any], deepspeed: float, precision: str) -> list[str]:
-    costs = [f"${line['cost'][what]:,.2f}" for what in ("storage", "held_up", "total")]
-    return [_label(line, precision), *costs, f"{line['cost']['total'] / deepspeed:.0%}" if deepspeed else "-"]
+def _cost_row(cost: Mapping[str, float], deepspeed: float) -> list[str]:
+    costs = [f"${cost[what]:,.2f}" for what in ("storage", "held_up", "total")]
+    return [*costs, f"{cost['total'] / deepspeed:.0%}" if deepspeed else "-"]
 
 
 def _label(line: Mapping[str, Any], precision: str) -> str:
@@ -343,10 +343,9 @@ def _label(line: Mapping[str, Any], precision: str) -> str:
     return by if line["policy"] is None or precision == "exact" else f"{by}, {precision}"
 
 
-def _row(line: Mapping[str, Any], full_bytes: int, precision: str) -> list[str]:
+def _row(line: Mapping[str, Any], full_bytes: int) -> list[str]:
     history = "no end" if line["history_seconds"] is None else _time(line["history_seconds"])
     return [
-        _label(line, precision),
         size(line["average_bytes"]),
         size(line["largest_bytes"]),
         f"{line['average_bytes'] / full_bytes:.0%}",
