@@ -268,8 +268,6 @@ def _rules_and_prices(costs: Mapping[str, Any]) -> dict[str, Any]:
     from layerstore.inspect import Prices
 
     rules = {name: costs.get(name) for name in ("keep_last", "keep_every")}
-    if "price" not in costs and any(rules.values()):
-        raise InvalidInput("what is kept changes only what storage costs", hint="add --price GB-MONTH,GPU-HOUR")
     return rules | {"prices": Prices.parse(costs["price"]) if "price" in costs else None}
 
 
@@ -290,13 +288,21 @@ def _print_result(estimated: Mapping[str, Any]) -> None:
     columns = [Column("SAVED BY", folds=True)]
     columns += [Column("A SAVE", "right"), Column("LARGEST", "right", drops=3), Column("OF FULL", "right")]
     columns += [Column("THE RUN", "right", drops=1), Column("TAKES", "right"), Column("HISTORY", "right", drops=2)]
+    # In the table of costs, STORAGE says it.
+    kept = "" if estimated["prices"] else _kept(estimated)
+    columns += [Column("KEPT", "right")] if kept else []
     full_bytes = labelled["DeepSpeed"]["first_bytes"]
-    print_table(columns, ([label, *_row(line, full_bytes)] for label, line in labelled.items()))
+    print_table(columns, (_row(label, line, full_bytes)[: len(columns)] for label, line in labelled.items()))
     print_line()
     print_paragraph(
         "A SAVE is the average of those after the first, which is full, LARGEST the largest of them, TAKES the writing "
         f"of an average one. OF FULL: of a checkpoint by DeepSpeed. HISTORY: how long until "
         f"{size(estimated['disk_bytes'])} are full."
+        + (
+            f" KEPT: what is there in the end if gc keeps {kept}; what the last save replaces still counts."
+            if kept
+            else ""
+        )
     )
     share = f"{estimated['held_share']:.1%}" if estimated["held_share"] >= 0.001 else "less than 0.1%"
     print_paragraph(f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
@@ -325,12 +331,16 @@ def _print_costs(estimated: Mapping[str, Any], labelled: Mapping[str, Mapping[st
     deepspeed = labelled["DeepSpeed"]["cost"]["total"]
     print_table(columns, ([label, *_cost_row(line["cost"], deepspeed)] for label, line in labelled.items()))
     print_line()
-    rules = {"keep_last": "the newest {:,}", "keep_every": "every {:,} steps"}
-    kept = " and ".join(text.format(estimated[rule]) for rule, text in rules.items() if estimated[rule] is not None)
     print_paragraph(
-        f"What the run costs, in a bucket that keeps {kept or 'all saves'}. HELD UP: the hours of GPUs that stand "
-        "still for saves."
+        f"What the run costs, in a bucket that keeps {_kept(estimated) or 'all saves'}. HELD UP: the hours of GPUs "
+        "that stand still for saves."
     )
+
+
+def _kept(estimated: Mapping[str, Any]) -> str:
+    """Return which saves the rules keep; empty without rules."""
+    rules = {"keep_last": "the newest {:,}", "keep_every": "every {:,} steps"}
+    return " and ".join(text.format(estimated[rule]) for rule, text in rules.items() if estimated[rule] is not None)
 
 
 def _cost_row(cost: Mapping[str, float], deepspeed: float) -> list[str]:
@@ -343,15 +353,17 @@ def _label(line: Mapping[str, Any], precision: str) -> str:
     return by if line["policy"] is None or precision == "exact" else f"{by}, {precision}"
 
 
-def _row(line: Mapping[str, Any], full_bytes: int) -> list[str]:
+def _row(label: str, line: Mapping[str, Any], full_bytes: int) -> list[str]:
     history = "no end" if line["history_seconds"] is None else _time(line["history_seconds"])
     return [
+        label,
         size(line["average_bytes"]),
         size(line["largest_bytes"]),
         f"{line['average_bytes'] / full_bytes:.0%}",
         size(line["run_bytes"]),
         _time(line["save_seconds"]),
         history if line["history_saves"] != 0 else "no save",
+        size(line["held_bytes"]),
     ]
 
 

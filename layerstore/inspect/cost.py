@@ -11,7 +11,7 @@ from math import ceil, gcd, isfinite
 from typing import Any, Self
 
 from layerstore.errors import InvalidInput
-from layerstore.limits import REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
+from layerstore.limits import GC_GRACE_SECONDS, REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
 
 MONTH_SECONDS = 365.25 * 86400 / 12
 GB = 10**9
@@ -176,6 +176,7 @@ def stored_by_files(files: FileTotals, times: Timetable) -> Stored:
     return stored([SaveGroup(files=files, due=(0,))], times, lingers_seconds=0.0)
 
 
-def stored_by_store(groups: Sequence[SaveGroup], times: Timetable) -> Stored:
-    """Return the storage used in its remote by a store with the objects of *groups*."""
-    return stored(groups, times, lingers_seconds=REMOTE_GRACE_SECONDS + COLLECTED_SECONDS)
+def stored_by_store(groups: Sequence[SaveGroup], times: Timetable, *, on_disk: bool) -> Stored:
+    """Return the storage used by a store with the objects of *groups*, *on_disk* or else in its remote."""
+    lingers_seconds = GC_GRACE_SECONDS if on_disk else REMOTE_GRACE_SECONDS + COLLECTED_SECONDS
+    return stored(groups, times, lingers_seconds=lingers_seconds)

@@ -169,7 +169,7 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         later = [sum(saved_files[version].size_bytes for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
         groups = [SaveGroup(files=once), *_groups(saved_files, kept[:cycle])]
-        use = stored_by_store(groups, training.timetable)
+        use = stored_by_store(groups, training.timetable, on_disk=training.prices is None)
         lines.append(_with_cost(line, use, training, held_seconds=_held_seconds(line, training)))
     # Of DeepSpeed's saves: training stops until they are written.
     seconds = full / training.bytes_per_second
