@@ -419,6 +419,8 @@ def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iter
             "with PEFT"
         )
     yield "the first save of a run is full; nothing fails, and no byte is in the store already"
+    if training.precision == "exact" and model.precision in PRECISIONS and model.precision != "exact":
+        yield f"every save is exact; {model.name} is kept in {model.precision} (--precision {model.precision})"
     if training.precision != "exact":
         often = "only the first" if training.exact_every is None else f"every {_ordinal(training.exact_every)}"
         yield f"of each layer, {often} version is exact, the others are in {training.precision}"

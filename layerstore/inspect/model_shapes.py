@@ -8,7 +8,7 @@ Transformers: the caller passes in a function that asks it, since importing it t
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt, prod
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -58,6 +58,8 @@ class Model:
     """The number of ranks that saved it; None if it was never saved."""
     dtype: str | None = None
     """Code of the element type that most of it is trained in; None if it was never saved."""
+    precision: str | None = None
+    """How finely the commit is kept; None if it is none."""
 
     @property
     def parameters(self) -> int:
@@ -153,7 +155,8 @@ def model_of_commit(repo: Repository, reference: str) -> Model:
         for tensor in stored.tensors
     )
     layers = {version.layer: version.parameters for version in versions}
-    return _model_seen(reference, "commit", layers, set(tensors), world_size=record.world_size)
+    model = _model_seen(reference, "commit", layers, set(tensors), world_size=record.world_size)
+    return replace(model, precision=record.kept_precision)
 
 
 def _model_seen(

@@ -54,6 +54,17 @@ def test_a_precision_that_means_nothing_is_refused_in_one_line(
     assert len(outcome.err.splitlines()) == 2
 
 
+def test_an_estimate_of_a_compact_commit_says_that_it_counts_exact_saves(run: Run, saved: Path) -> None:
+    """With the option that counts others; of an exact commit there is nothing to say."""
+    told = {
+        words: run("estimate", *words).out for words in (("sft@1",), ("sft@2",), ("sft@2", "--precision", "delta8"))
+    }
+
+    said = "every save is exact; sft@2 is kept in delta8 (--precision delta8)"
+    assert [said in " ".join(out.split()) for out in told.values()] == [False, True, False]
+    assert "every save is exact" not in told["sft@1",]
+
+
 def test_the_log_has_a_column_only_where_a_commit_is_not_exact(run: Run, saved: Path) -> None:
     """So does the list of pins; programs always get the field."""
     run("pin", "best", "sft@1")
