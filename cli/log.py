@@ -153,6 +153,8 @@ def _print_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
             Column("SAVED", drops=1): lambda entry: age(entry.commit.observed.time_ns),
             Column("DROPPED"): lambda entry: age(entry.dropped_ns),
         }
+        if any(entry.commit.record.kept_precision != "exact" for entry in dropped):
+            columns[Column("PRECISION")] = lambda entry: entry.commit.record.kept_precision
         print_rows(columns, dropped)
         print_note(f"{with_store('layerstore undrop RUN@STEP')} brings one back")
     else:

@@ -79,6 +79,10 @@ def test_the_log_has_a_column_only_where_a_commit_is_not_exact(run: Run, saved: 
     assert [of["precision"] for of in run("log", "--json").fields["commits"]] == ["delta8", "exact"]
     run("drop", "sft@2")
     assert "PRECISION" not in run("log").out
+    assert [line.split()[-1] for line in run("log", "--dropped").out.splitlines()[:2]] == ["PRECISION", "delta8"]
+    run("undrop", "sft@2")
+    run("drop", "sft@1")
+    assert "PRECISION" not in run("log", "--dropped").out
 
 
 def test_show_and_ls_say_what_a_layer_refers_to_and_has_lost(run: Run, saved: Path) -> None:
