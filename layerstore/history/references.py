@@ -108,7 +108,22 @@ def locate(
         return Resolved.of_pin(repo.records.read_pin(reference.name))
     if begins_id(text) and not repo.records.names(text) and (row := _by_id(repo, text)) is not None:
         return row
-    return find_row((view_of or repo.catalog.view)(reference.name), reference)
+    view = (view_of or repo.catalog.view)(reference.name)
+    try:
+        return find_row(view, reference)
+    except NotFound as exc:
+        exc.hint = _hint_at_dropped_step(repo, view, reference) or exc.hint
+        raise
+
+
+def _hint_at_dropped_step(repo: Repository, view: RunView, reference: Reference) -> str | None:
+    """Return the hint for a step that only the trash has."""
+    if reference.step is None or any(row.step == reference.step for row in view.visible):
+        return None
+    dropped = [name for name in repo.trash.records() if (name.run, name.step) == (view.run, reference.step)]
+    if len(dropped) > 1:
+        return f"{len(dropped)} commits of it were dropped: layerstore log {typed(view.run)} --dropped lists them"
+    return f"it was dropped: layerstore undrop {short_id(dropped[0].id)} brings it back" if dropped else None
 
 
 def begins_id(text: str) -> bool:

@@ -166,12 +166,24 @@ def test_a_dropped_run_says_so(run: Run, store: Path) -> None:
     assert run("log", "--store", store).out == none
 
 
+def test_a_dropped_step_says_so(run: Run, store: Path) -> None:
+    """To whoever asks for it, with the command that brings it back; a step that never was is answered as ever."""
+    dropped = run("drop", "sft@4", "--store", store).out
+    command = dropped.partition("to bring it back: ")[2].strip()
+
+    for words in (["show", "sft@4"], ["compose", "sft@4", "--dry-run"], ["drop", "sft@4"], ["estimate", "sft@4"]):
+        outcome = run(*words, "--store", store)
+        assert (outcome.code, outcome.err.splitlines()[-1]) == (13, f"hint: it was dropped: {command} brings it back")
+    assert "did you mean sft@2?" in run("show", "sft@3", "--store", store).err
+
+
 def test_attempts_of_a_dropped_step_are_told_apart(run: Run, store: Path, checkpoints: Path) -> None:
     """The list has a column; ~1 counts the attempts that have commits, and where that names none, the ids stand."""
     run("ingest", checkpoints / "global_step4", "--run", "sft", "--resumed-from", "sft@2", "--store", store)
     first, second = (run("show", ref, "--json", "--store", store).fields["commit"][:12] for ref in ("sft~1@4", "sft@4"))
     run("drop", "sft@4", "sft~1@4", "--store", store)
     people = run("log", "--dropped", "--store", store).out.splitlines()
+    asked = run("show", "sft@4", "--store", store)
     either = run("undrop", "sft@4", "--store", store)
     neither = run("undrop", "sft~1@4", "--store", store)
     back = run("undrop", second, "--store", store)
@@ -180,6 +192,7 @@ def test_attempts_of_a_dropped_step_are_told_apart(run: Run, store: Path, checkp
     assert people[0].split() == ["RUN", "ATTEMPT", "STEP", "COMMIT", "SAVED", "DROPPED"]
     assert {tuple(line.split()[1:4]) for line in people[1:3]} == {("1", "4", first), ("2", "4", second)}
     assert "2 commits of sft@4 are in the trash: " in either.err
+    assert f"2 commits of it were dropped: layerstore --store {store} log sft --dropped lists them" in asked.err
     assert (neither.code, neither.err.splitlines()[0]) == (13, "error: sft~1@4 is not in the trash")
     assert {f"{first} of attempt 1", f"{second} of attempt 2"} <= set(re.split(": |, |; ", neither.err.splitlines()[1]))
     assert (back.code, other.code) == (0, 0)
