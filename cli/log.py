@@ -8,6 +8,7 @@ import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.remote import remote_names
 from layerstore.cli.render import (
     Column,
     age,
@@ -83,7 +84,7 @@ def log(
             run, limit=limit or None, before=before, graph=graph and not as_json, metrics=bool(metric)
         )
         is_pushed = any(entry.pushed for entry in page.entries)
-        remotes = {url: name for name, url in opened_store.remotes.urls().items()} if is_pushed else {}
+        remotes = remote_names(opened_store) if is_pushed else {}
         # Asked while the store is open, and printed last.
         if not page.entries and before is None:
             none = _said_of_none(opened_store)
@@ -228,7 +229,7 @@ def _what_commits_hold(entries: list["LogEntry"], remotes: dict[str, str]) -> "d
         columns[lacks] = lambda entry: "" if entry.has_moments else "moments"
     if any(entry.pushed for entry in entries):
         columns[Column("PUSHED", folds=True, drops=5)] = lambda entry: ", ".join(
-            remotes.get(url, f"…/{url.rpartition('/')[2]}") for url in entry.pushed
+            remotes.get(url, url) for url in entry.pushed
         )
     if any(entry.pins for entry in entries):
         columns[Column("PINS", folds=True)] = lambda entry: ", ".join(entry.pins)

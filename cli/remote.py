@@ -1,5 +1,6 @@
 """``layerstore remote``: name remotes."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -41,6 +42,7 @@ def remote(
     Name the buckets that this store is pushed to and pulled from.
 
     Keys and endpoints are not stored: they come from the environment, as for the clouds' own tools.
+    Those that were pushed to by their URLs are listed, too, with - for a name.
     Removing a remote forgets what was pushed to it, and does not touch the bucket.
 
     \b
@@ -68,13 +70,29 @@ def remote(
         print_line(f"{shown(name)} is no longer a remote; nothing at {shown(recorded)} was removed")
 
 
+def remote_names(store: "Store") -> dict[str, str]:
+    """Return what to call each remote of *store*, by URL: its name, or the URL's end, or all of it if two end alike."""
+    names = {url: name for name, url in store.remotes.urls().items()}
+    ends = {url: url.rpartition("/")[2] for url in _unnamed(store)}
+    alike = Counter(ends.values())
+    return names | {url: f"…/{end}" if alike[end] == 1 else url for url, end in ends.items()}
+
+
+def _unnamed(store: "Store") -> list[str]:
+    """Return the URLs that *store* was pushed to without a name."""
+    from layerstore.history import pushed_to
+
+    named = store.remotes.urls().values()
+    return [url for url in pushed_to(store.repo) if url not in named]
+
+
 def _print_remotes(store: "Store", *, as_json: bool) -> None:
     urls = store.remotes.urls()
     mark_as_answer()
     if as_json:
         print_json({"remotes": [{"name": name, "url": url} for name, url in urls.items()]})
-    elif urls:
-        print_rows({Column("NAME"): lambda row: row[0], Column("URL", folds=True): lambda row: row[1]}, urls.items())
+    elif rows := [*urls.items(), *(("-", url) for url in _unnamed(store))]:
+        print_rows({Column("NAME"): lambda row: row[0], Column("URL", folds=True): lambda row: row[1]}, rows)
     else:
         is_remote = store.repo.remote is not None
         add = "layerstore remote add NAME URL"

@@ -6,6 +6,7 @@ import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.remote import remote_names
 from layerstore.cli.render import (
     Column,
     age,
@@ -56,7 +57,7 @@ def runs(
         raise InvalidInput(f"two places were given: {place} and --store {named}", hint="leave one of them out")
     with opened(place or store) as opened_store:
         lines = opened_store.overview()
-        names = {url: name for name, url in opened_store.remotes.urls().items()}
+        names = remote_names(opened_store)
         dropped = sorted({name.run for name in opened_store.repo.trash.records()} - {line.run for line in lines})
     if as_json:
         print_json({"runs": [json_fields(line) for line in lines]})
@@ -116,7 +117,7 @@ def _pushed(line: "RunLine", names: dict[str, str]) -> str:
     remotes = []
     for pushed in line.pushed:
         if pushed.step is not None:
-            name = names.get(pushed.remote, f"…/{pushed.remote.rpartition('/')[2]}")
+            name = names.get(pushed.remote, pushed.remote)
             remotes.append(name if pushed.step == line.step else f"{name} to {pushed.step}")
     return ", ".join(remotes) or "no"
 

@@ -114,7 +114,7 @@ class Remotes:
             raise InvalidInput(f"{url} is remote {named[0]!r}", hint=f"layerstore remote remove {typed(named[0])}")
         self._repo.prepare_writing()
         if not forget_pushed(self._repo, url):
-            raise NotFound(f"nothing was pushed to {url}", hint="layerstore runs shows what was, and where")
+            raise NotFound(f"nothing was pushed to {url}", hint="layerstore remote list lists the others")
         return url
 
     def url(self, name: str | None = None) -> str:

@@ -129,6 +129,21 @@ def test_a_push_says_that_it_makes_the_store(run: Run, store: Path, tmp_path: Pa
     assert (quiet.code, quiet.err) == (0, "")
 
 
+def test_remotes_without_a_name_are_listed_and_told_apart(run: Run, store: Path, tmp_path: Path) -> None:
+    """By the ends of their URLs, or by the whole URLs if these end alike; programs get those with a name."""
+    urls = [f"file://{tmp_path}/{place}" for place in ("named/bucket", "a/bucket", "b/bucket", "a/other")]
+    run("--store", store, "remote", "add", "origin", urls[0])
+    for url in urls:
+        run("--store", store, "push", url)
+    listed = run("--store", store, "remote", "list").out.splitlines()
+    pushed = [run("--store", store, command).out for command in ("runs", "log")]
+
+    assert [line.split() for line in listed[1:]] == [["origin", urls[0]], *(["-", url] for url in sorted(urls[1:]))]
+    assert run("--store", store, "remote", "list", "--json").fields["remotes"] == [{"name": "origin", "url": urls[0]}]
+    for out in pushed:
+        assert all(name in out for name in ("origin", urls[1], urls[2], "…/other")), out
+
+
 def test_a_store_is_no_remote_of_itself(run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder above, a clone's default path is the remote's own; nothing is made in it."""
     folder = Path(url.removeprefix("file://"))
