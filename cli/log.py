@@ -65,7 +65,7 @@ def log(
     List commits by run, newest step first.
 
     Where gc has dropped a commit's moments, LACKS says so. PRECISION is exact where all layers are kept bit for bit,
-    and shown if some are not. PUSHED names remotes as of the last push.
+    and shown if some are not. PUSHED names remotes as of the last push or pull.
     Metrics come from trainer_state.json, client_state and save(metrics=…).
 
     \b

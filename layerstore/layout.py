@@ -101,7 +101,7 @@ class Layout:
 
     @cached_property
     def pushed(self) -> Path:
-        """Which commits each remote had after the last push: advisory, never truth."""
+        """Which commits each remote had after the last push or pull: advisory, never truth."""
         return self.root / "pushed.json"
 
     @cached_property

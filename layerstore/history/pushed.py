@@ -1,4 +1,4 @@
-"""``pushed.json``: what each remote had after the last push. For people only; no decision depends on it."""
+"""``pushed.json``: what each remote had after the last push or pull. For people only; no decision depends on it."""
 
 import json
 import warnings

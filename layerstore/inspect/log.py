@@ -35,7 +35,7 @@ class LogEntry:
     """How finely its layers are kept: ``exact``, that of its save, or ``mixed`` if all compact ones are inherited."""
     pins: tuple[str, ...] = ()
     pushed: tuple[str, ...] = ()
-    """The remotes that had it as of the last push there, by URL."""
+    """The remotes that had it as of the last push or pull, by URL."""
     has_moments: bool = True
     """Whether training can resume from it: gc may have dropped its moments."""
     metrics: Mapping[str, float] | None = field(default_factory=dict)

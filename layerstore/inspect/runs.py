@@ -23,7 +23,7 @@ from layerstore.units import size, utc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushedTo:
-    """How far a run was pushed to one remote, as of the last push."""
+    """How far a run was pushed to one remote, as of the last push or pull."""
 
     remote: str
     """Its URL."""

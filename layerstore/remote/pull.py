@@ -20,12 +20,12 @@ from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.format import StoreIdentity
 from layerstore.hashing import NameHasher
-from layerstore.history import named_by, references_to, resolve
+from layerstore.history import named_by, note_pushed, references_to, resolve
 from layerstore.json_text import parse_json
 from layerstore.layers import typed
 from layerstore.layout import layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_REQUESTS_MAX
-from layerstore.model import BlobRef, Commit, CommitRecord, Pin
+from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Pin
 from layerstore.progress import Progress, Silent
 from layerstore.publish import Transaction, check_pin_means
 from layerstore.remote.bucket import in_parallel
@@ -228,12 +228,16 @@ class _Pull:
         self._objects = 0
         self._bytes_received = 0
         self._dropped: tuple[str, ...] = ()
+        self._common: list[CommitId] = []
+        """The requested commits, which both sides have in the end."""
 
     def run(self, refs: Iterable[str] | None, runs: Iterable[str] | None) -> Pulled:
         """Fetch what is missing."""
         failures: Failures = {}
         commits, pins = self._requested(refs, runs, failures)
-        return self.fetch(commits, pins, failures)
+        pulled = self.fetch(commits, pins, failures)
+        note_pushed(self._repo, self._remote.url, self._common)
+        return pulled
 
     def fetch(self, commits: Sequence[Commit], pins: Sequence[Pin], failures: Failures) -> Pulled:
         """Fetch *commits* and *pins*; raise at the end if there are *failures*, earlier ones or new ones."""
@@ -290,6 +294,7 @@ class _Pull:
             commits = [commit for commit in resolved if commit.pin is None]
             names = [RecordName(commit.record.run, commit.record.step, commit.commit) for commit in commits]
             pins = [ref.pin for ref in resolved if ref.pin is not None]
+        self._common = [name.id for name in names]
         lacking = [theirs.catalog.commit(name) for name in sorted(names) if not self._repo.records.is_there(name)]
         missing = []
         for name in pins:

@@ -31,9 +31,11 @@ def test_a_clone_is_the_store(store: Store, saved: Checkpoints, url: str, tmp_pa
         assert snapshot(clone) == snapshot(store)
         assert clone.verify(read_data=True).ok
         assert clone.remotes.urls() == {"origin": url}
+        assert [entry.pushed for entry in clone.log()] == [(url,)] * 3
         saved.into(clone, 8)
         assert clone.push().commits == ("r@8",)
     assert store.pull(url).commits == ("r@8",)
+    assert [entry.pushed for entry in store.log()] == [(url,)] * 4
 
 
 def test_only_what_is_missing_is_sent(store: Store, saved: Checkpoints, bucket: Bucket) -> None:
