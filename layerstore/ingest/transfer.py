@@ -5,6 +5,7 @@ Objects come first, then version blobs and state blobs. Every byte of the source
 this returns, so that rot is never stored under a valid hash.
 """
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -63,7 +64,7 @@ def transfer(
         SourceCheckpoint: A byte of the source has changed since it was written, or the source changed meanwhile.
     """
     source = _Source(folder=checkpoint.found.folder, gathered=Gathered.of(checkpoint), known_before=known_before)
-    with _reading(source, writer, progress) as readers:
+    with _reading(source, writer, progress, _workers(codes=bool(compact.older))) as readers:
         content = _Transfer(repo, checkpoint, source, readers, writer, due, moments, compact).run(progress)
         readers.checksums.check(checkpoint.checks, readers.reader)
     # Last: a file that was changed while it was read shows it by now.
@@ -114,12 +115,12 @@ class _Readers:
 
 
 @contextmanager
-def _reading(source: _Source, writer: ObjectWriter, progress: Progress) -> Iterator[_Readers]:
+def _reading(source: _Source, writer: ObjectWriter, progress: Progress, workers: int) -> Iterator[_Readers]:
     with (
         closing(SourceReader()) as reader,
         closing(SourceReader()) as gathered,
         # Last, so that it ends first: its threads read through both readers.
-        Threads(WORKERS_MAX) as pool,
+        Threads(workers) as pool,
     ):
         checksums = Checksums()
         staging = Staging(
@@ -131,6 +132,11 @@ def _reading(source: _Source, writer: ObjectWriter, progress: Progress) -> Itera
             known_before=source.known_before,
         )
         yield _Readers(staging, reader, gathered, checksums, GatheredCheck(source.gathered, gathered), pool)
+
+
+def _workers(*, codes: bool) -> int:
+    """Return how many threads stage objects; copies wait for the disk, codes for processors and the interpreter."""
+    return min(WORKERS_MAX, max(2, len(os.sched_getaffinity(0)))) if codes else WORKERS_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +156,7 @@ def stage_share(repo: Repository, part: tuple[_Source, list[Planned], bool]) -> 
     source, objects, reads_reused = part
     with (
         repo.writer(reads_reused=reads_reused) as writer,
-        _reading(source, writer, Silent()) as readers,
+        _reading(source, writer, Silent(), _workers(codes=any(how for _, how in objects))) as readers,
     ):
         stored = readers.objects(objects)
         yield _StagedShare(
