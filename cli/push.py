@@ -9,7 +9,7 @@ from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, print_aside, print_json, print_line, print_note, shown, some
-from layerstore.errors import NotFound
+from layerstore.errors import InvalidInput, NotFound
 from layerstore.json_fields import json_fields
 from layerstore.layers import is_name
 from layerstore.layout import is_url
@@ -85,6 +85,8 @@ def remote_and_references(store: "Store", words: list[str], *, from_here: bool) 
         return words[0], words[1:] or None
     if "/" in words[0]:  # so it is no run
         refuse_folder(words[0])
+        hint = "a remote is a name or a URL, like file:///FOLDER; a reference is RUN@STEP, RUN or a pin's name"
+        raise InvalidInput(f"{words[0]!r} is neither a remote nor a reference", hint=hint)
     runs = store.runs()
     known = [*remotes, *runs, *(pin.name for pin in store.pins())]
     similar = nearest(words[0], known if from_here else remotes)

@@ -78,6 +78,10 @@ def test_a_folder_where_a_remote_belongs_is_written_as_a_url(run: Run, store: Pa
     for command in ("push", "pull"):
         outcome = run(command, tmp_path, "--store", store)
         assert (outcome.code, outcome.err.splitlines()[-1]) == (2, f"hint: write {tmp_path.as_uri()}")
+        mistyped = run(command, "a/b", "--store", store)
+        assert mistyped.err.startswith(
+            "error: 'a/b' is neither a remote nor a reference\nhint: a remote is a name or a URL"
+        )
 
 
 def test_a_store_where_a_run_belongs_is_named_with_its_option(
