@@ -194,7 +194,7 @@ def _frees(fate: "CommitFate") -> str:
 
 def _parts(outcome: "GcOutcome") -> str:
     unfinished = f" and {counted(outcome.unfinished.count, 'unfinished file')}" if outcome.unfinished.count else ""
-    orphans = f" ({outcome.orphans.count:,} of them orphans)" if outcome.orphans.count else ""
+    orphans = f" ({outcome.orphans.count:,} of them left over)" if outcome.orphans.count else ""
     objects = f"{counted(outcome.objects.count, 'object')}{orphans}"
     trash = f", {counted(outcome.trash.count, 'file')} in the trash" if outcome.trash.count else ""
     trimmed = f", the moments of {len(outcome.trimmed):,}" if outcome.trimmed else ""

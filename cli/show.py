@@ -33,7 +33,7 @@ def show(ref: ReferenceArgument = None, store: StorePath = None, as_json: AsJson
     For a mixture, which is a pinned composite, the policy chose where the layers come from.
     Where layers are not kept bit for bit, REFERS TO is the save that masters are differences to, and LOST the error
     that was measured: the root mean square of it, as a share of that of the movement since then or, for (moments)
-    alone, of their values.
+    alone, of their values. In the line lost, greatest is the greatest error, as a share of the greatest of these.
 
     \b
     Examples:

@@ -116,7 +116,7 @@ def _print_verdict(verdict: "Verdict", reference: str | None, *, is_bucket: bool
             else "harmless, and removed by the next gc"
         )
         what = "a stranger may be all that names them" if has_strangers else removed
-        print_note(f"{counted(verdict.orphans, 'orphan')}: {what}")
+        print_note(f"{counted(verdict.orphans, 'object')} of no commit: {what}")
 
 
 def _result(verdict: "Verdict") -> str:

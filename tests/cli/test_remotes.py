@@ -102,7 +102,7 @@ def test_what_is_counted_there_is_in_the_bucket(run: Run, url: str, store: Path)
     orphan.parent.mkdir(exist_ok=True)
     orphan.write_bytes(b"nothing names it")
     verified = run("--store", url, "verify")
-    assert "1 orphan: harmless, and removed by a gc once they are a day old" in verified.out + verified.err
+    assert "1 object of no commit: harmless, and removed by a gc once they are a day old" in verified.out + verified.err
 
 
 def test_an_empty_store_by_its_url_is_pushed_to(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,7 +304,7 @@ def test_one_orphan_harms_nothing(run: Run, store: Path) -> None:
     outcome = run("verify", "--store", store)
 
     assert outcome.code == 0
-    assert "1 orphan: harmless, and removed by the next gc" in outcome.out.splitlines()
+    assert "1 object of no commit: harmless, and removed by the next gc" in outcome.out.splitlines()
 
 
 @pytest.mark.fault(128)
