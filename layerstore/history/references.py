@@ -62,19 +62,11 @@ def only_run(repo: Repository) -> str:
             hint="layerstore log --dropped lists what was dropped" if was_dropped else "layerstore ingest CHECKPOINT",
         )
     if len(runs) > 1:
-        # A run whose commits were all dropped cannot be meant.
-        runs = [run for run in runs if not is_dropped(repo.catalog.view(run))] or runs[:1]
-    if len(runs) > 1:
         more = ", …" if len(runs) > 10 else ""
         raise InvalidInput(
             f"the store holds {len(runs)} runs: {', '.join(runs[:10])}{more}", hint="name one: RUN or RUN@STEP"
         )
     return runs[0]
-
-
-def is_dropped(view: RunView) -> bool:
-    """Whether every commit of the run is hidden, none of them by damage."""
-    return not view.visible and not view.damaged
 
 
 def resolve(repo: Repository, text: str | None) -> Resolved:
@@ -161,13 +153,10 @@ def _by_id(repo: Repository, text: str) -> RecordRow | Resolved | None:
 def find_row(view: RunView, reference: Reference) -> RecordRow:
     """Return the row of *view* that *reference* means."""
     attempts = view.attempts
-    if reference.back:
-        _raise_damaged(view)  # it may have been an attempt of its own, and would not be counted
-    if not attempts:
+    if reference.back or not attempts:
+        # It may have been an attempt of its own, and would not be counted. Without attempts there is nothing but
+        # damage: of commits that replace each other, the last is visible.
         _raise_damaged(view)
-        raise NotFound(
-            f"run {view.run!r} has no visible commit", hint="layerstore log --dropped lists what can be brought back"
-        )
     if reference.back >= len(attempts):
         raise NotFound(
             f"run {view.run!r} has no attempt ~{reference.back}: ~N counts attempts back from the newest, "
