@@ -94,17 +94,21 @@ def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> N
     """Log that training starts from scratch: as a warning if *store* has other runs, since *run* may be mistyped."""
     if not isinstance(store, Store):
         LOG.info("there is no store at %s yet: training starts from scratch", store)
-    elif not store.runs() and not store.repo.records.in_trash(run):
+    elif (hint := runs_here(store, run)) is None:
         LOG.info("%s has no commit yet: training starts from scratch", store.repo.name)
     else:
-        LOG.warning("run %r has no commit yet: training starts from scratch; %s%s", run, runs_here(store, run), refusal)
+        LOG.warning("run %r has no commit yet: training starts from scratch; %s%s", run, hint, refusal)
 
 
-def runs_here(store: Store, run: str) -> str:
-    """Return the hint for a *run* that *store* does not have: it was dropped, or another run has a similar name."""
+def runs_here(store: Store, run: str) -> str | None:
+    """
+    Return the hint for a *run* that *store* does not have: it was dropped, or another run has a similar name.
+
+    None if there is no other run.
+    """
     if store.repo.records.in_trash(run):
         return hint_at_dropped(run)
     runs = store.runs()
     more = f" and {len(runs) - _RUNS_SHOWN_MAX} more" if len(runs) > _RUNS_SHOWN_MAX else ""
-    here = f"runs here: {', '.join(runs[:_RUNS_SHOWN_MAX])}{more}" if runs else "there is no other run"
-    return did_you_mean(nearest(run, runs), else_=here)
+    here = f"runs here: {', '.join(runs[:_RUNS_SHOWN_MAX])}{more}"
+    return did_you_mean(nearest(run, runs), else_=here) if runs else None
