@@ -45,6 +45,7 @@ def test_objects_wait_for_a_day(pushed: Store, bucket: Bucket) -> None:
 
     assert outcome == planned
     assert (len(outcome.removed), outcome.objects.count, outcome.young.count) == (2, 0, 54)
+    assert outcome.dropped == ()
     assert steps(bucket.url) == [6]
     assert [entry.step for entry in pushed.log() if entry.commit in pushed_to(pushed.repo)[bucket.url]] == [6]
     assert objects(bucket) == before
@@ -52,10 +53,21 @@ def test_objects_wait_for_a_day(pushed: Store, bucket: Bucket) -> None:
     outcome = pushed.gc(remote="origin", grace_seconds=0)
 
     assert (outcome.trash.count, outcome.objects.count, outcome.young.count) == (2, 54, 0)
+    assert outcome.dropped == ("r@2", "r@4")
     assert len(objects(bucket)) == 27
     assert layerstore.open(bucket.url).verify(read_data=True).ok
     assert bucket.listed("trash") == []
     assert [each.name.split("/")[1] for each in bucket.listed("gc")] == ["ended"]
+
+
+def test_what_was_pushed_again_does_not_leave_with_the_trash(pushed: Store, bucket: Bucket) -> None:
+    """Only the copy of its record goes from there: it is named as little as what stays."""
+    pushed.gc(Keep(last=1), remote="origin")
+    assert pushed.push(refs=["r@4"]).commits == ("r@4",)
+
+    outcome = pushed.gc(remote="origin", grace_seconds=0)
+
+    assert (outcome.trash.count, outcome.dropped, steps(bucket.url)) == (2, ("r@2",), [6, 4])
 
 
 def test_where_nobody_pushes_all_goes_at_once(pushed: Store, bucket: Bucket) -> None:
