@@ -84,7 +84,7 @@ def begun(
     All of them are kept in *precision*, as differences to what *place* inherits.
     """
     repo, found = store.repo, discover(checkpoint)
-    repo.prepare_writing()
+    repo.prepare_saving()
     repo.parts.open_session(session)
     held = [share_of(rank, folder=found.folder, pattern=None) for rank in read_ranks(found.ranks, frozenset())]
     layers = [layer.layer for layer in held[0].layers]
