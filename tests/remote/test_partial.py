@@ -1,6 +1,5 @@
 """A partial clone has all records, fetches tensors when they are needed, and is written to like any store."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def objects(store: Store) -> set[str]:
 
 def test_it_has_all_records_and_no_tensors(pushed: Store, clone: Store) -> None:
     """Questions are answered without the bucket."""
-    assert clone.log() == [replace(entry, pushed=()) for entry in pushed.log()]
+    assert clone.log() == pushed.log()
     assert clone.pins() == pushed.pins()
     assert clone.diff("r@2", "r@6") == pushed.diff("r@2", "r@6")
     names = pushed.repo.records.names("r")
