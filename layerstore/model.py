@@ -184,6 +184,14 @@ class LayerVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnVersion(LayerVersion):
+    """A version of which only the objects of one rank are known, and those that all ranks share; never written."""
+
+    shard: int
+    """The rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlobRef:
     """The name of an object and the size it must have."""
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.framing import coded_frame, frame, slice_bytes
-from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor
+from layerstore.model import BlobRef, Kind, LayerVersion, OwnVersion, Parameter, StoredObject, StoredTensor
 from layerstore.numbers import box_runs, can_convert
 
 # -- the arithmetic ------------------------------------------------------------------------------------------------
@@ -180,8 +180,24 @@ def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
     return _Row(tuple(run[3] for run in runs), tuple(run[2] for run in runs), tuple(bounds))
 
 
+def _row_of_one(part: StoredSlice, shape: Sequence[int]) -> _Row:
+    """Return a rank's own slice of a tensor of *shape*, as ZeRO-3 cuts it; raises LayoutMismatch if it is not."""
+    stored, tensor = part.object, part.tensor
+    begin = stored.shard * slice_length(prod(shape), stored.shards)
+    expected = valid_elements(prod(shape), stored.shards, stored.shard)
+    if tensor.elements != expected:
+        raise _other_length(stored.kind, tensor.name, tensor.state, tensor.elements, expected)
+    return _Row((part,), (0,), (begin, begin + expected))
+
+
 SliceStretch = tuple[StoredSlice, int, int]
 """Adjacent elements of one slice: the first, counted from the start of the slice, and how many."""
+
+
+def _other_length(kind: Kind, name: str, state: str, elements: int, expected: int) -> LayoutMismatch:
+    return LayoutMismatch(
+        f"{state or kind} of {name!r} is stored with {elements} elements, its shape asks for {expected}", name=name
+    )
 
 
 def _not_stored(kind: Kind, name: str, state: str, whose: str = "") -> LayoutMismatch:
@@ -221,6 +237,9 @@ class Slices:
                     tensor = part.tensor
                     self._stored[kind, tensor.name, tensor.state, shard] = part
                     self._by_name.setdefault((kind, tensor.name, tensor.state), []).append(part)
+                    if isinstance(version, OwnVersion) and shards > 1 and kind is not Kind.BUFFERS:
+                        shape = self.parameters[tensor.name].shape
+                        self._rows[kind, tensor.name, tensor.state] = _row_of_one(part, shape)
                     self._shards[kind, tensor.name] = shards
                     self.size_bytes += tensor.elements * by_code(tensor.dtype).bytes
 
@@ -254,11 +273,7 @@ class Slices:
             row = _row_of_boxes(slices, shape) if slices[0].tensor.box else _row_of_runs(slices)
             expected = prod(shape)
             if row.bounds[-1] != expected:
-                raise LayoutMismatch(
-                    f"{state or kind} of {name!r} is stored with {row.bounds[-1]} elements, its shape asks for "
-                    f"{expected}",
-                    name=name,
-                )
+                raise _other_length(kind, name, state, row.bounds[-1], expected)
             self._rows[key] = row
         return row
 
@@ -328,6 +343,7 @@ class Slices:
         if begin == end:
             return []
         row, stretches = self._row(kind, name, state), []
+        assert row.bounds[0] <= begin < end <= row.bounds[-1], "a rank asks for no slices but its own"
         at = bisect_right(row.bounds, begin) - 1
         while begin < end:
             stop = row.bounds[at + 1] if row.bounds[at + 1] < end else end

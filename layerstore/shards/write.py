@@ -10,12 +10,13 @@ import itertools
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 from layerstore.assemble import (
     Archives,
@@ -37,7 +38,7 @@ from layerstore.compose import Composition
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY, is_shard
-from layerstore.model import BlobRef, Kind
+from layerstore.model import BlobRef, Kind, OwnVersion
 from layerstore.progress import Progress, Silent
 from layerstore.rank_options import AdamStep, RankOptions
 from layerstore.shards.ranks import RankStates, plan_beside, plan_ranks
@@ -362,8 +363,16 @@ class RankLoad:
         as_zero3: bool = False,
         adam_step: AdamStep = "unify",
         like: str | None = None,
+        own_versions: Mapping[BlobRef, OwnVersion] = MappingProxyType({}),
     ) -> None:
-        """Raise LayoutMismatch if the layers do not fit together, or cannot be adapted to *world_size* ranks."""
+        """
+        Plan it; versions are read, but for *own_versions*.
+
+        Raises:
+            LayoutMismatch: The layers do not fit together, or cannot be adapted to *world_size* ranks.
+        """
+        # In no other repository: whoever saves, verifies or exports needs whole versions.
+        repo = replace(repo, own_versions=own_versions)
         options = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, like=like)
         ranks = plan_ranks(repo, composition, options, is_live=True)
         self.state = ranks.state(rank)

@@ -16,7 +16,7 @@ from layerstore.hashing import digest
 from layerstore.layers import typed
 from layerstore.layout import MARK_PREFIX, Layout, layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX
-from layerstore.model import BlobRef, LayerEntry, LayerVersion
+from layerstore.model import BlobRef, LayerEntry, LayerVersion, OwnVersion
 from layerstore.shares import ALONE, Shares
 from layerstore.states import ObjectContent, RankState
 from layerstore.storage.catalog import Catalog
@@ -55,6 +55,8 @@ class Repository:
     """The processes that share the work in it."""
     coded: dict[BlobRef, CodedObject] = field(default_factory=dict)
     """The coded objects of versions whose objects may be read."""
+    own_versions: Mapping[BlobRef, OwnVersion] = field(default_factory=dict)
+    """What another rank has read for this one, which needs no more of these versions."""
     closed: Event = field(default_factory=Event)
     """Set once it is closed; copies share it."""
 
@@ -82,7 +84,7 @@ class Repository:
 
     def version(self, ref: BlobRef) -> LayerVersion:
         """Read and check a layer version, whose objects are not read."""
-        version = decode_version(self.objects.read(ref), ref=ref)
+        version = self.own_versions.get(ref) or decode_version(self.objects.read(ref), ref=ref)
         self.objects.know(ref, version.named)
         return version
 
