@@ -111,8 +111,9 @@ def resume(
             return None
         composition = composite.composition
         # Every rank has read and checked its part before any rank changes: a failed resume leaves all as they were.
+        own_versions = trained.own_versions(exchange, opened, composition)
         with exchange.raise_on_all(), naming_damage(opened.repo, composition, resumes=True):
-            loading = trained.read(opened, composition, adam_step=adam_step, like=like)
+            loading = trained.read(opened, composition, adam_step=adam_step, like=like, own_versions=own_versions)
         trained.fill(loading.fill, exchange)
     return _resumed(trained, composite, loading)
 

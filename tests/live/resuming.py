@@ -19,6 +19,7 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ import torch.distributed as dist
 import layerstore
 from layerstore.live.resuming import Resumed
 from layerstore.live.saver.saver import Saver
+from layerstore.storage import ObjectStore
 from tests.deepspeed import client_states, models
 from tests.deepspeed.scenarios import WORLD_SIZE, Scenario
 from tests.deepspeed.training import DTYPES, built_engine
@@ -83,9 +85,10 @@ def train_on(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
     policy = "parity" if each.name == COMPOSITE else "latest"
     bucket = out / "bucket"
     source = f"file://{bucket}" if bucket.exists() and each.name != FROM_CLONE else out / "store"
-    found = layerstore.resume(engine, source, run=each.name, step=each.at, policy=policy)
+    with patch.object(ObjectStore, "read", autospec=True, side_effect=ObjectStore.read) as read:
+        found = layerstore.resume(engine, source, run=each.name, step=each.at, policy=policy)
     assert found is not None
-    facts["resumed"] = told(found)
+    facts["resumed"], facts["read"] = told(found), [call.args[1].id for call in read.call_args_list]
     save_plainly(each, engine, out, found.client_state)
     if each.name == COMPOSITE:
         with layerstore.attach(engine, out / "store", run=each.name, policy=policy) as saver:

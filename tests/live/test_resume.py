@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,17 @@ def test_a_resumed_training_is_the_uninterrupted_one(both: tuple[Launched, Launc
         assert len({entry["loss"] for trace in traces for entry in trace}) == LAST * first.world_size
     if each.name == FP16:
         assert traces[0][each.at - 1]["skipped"] > 0
+
+
+@pytest.mark.parametrize("each", WHOLE, ids=lambda each: each.name)
+def test_each_version_is_read_by_one_rank(both: tuple[Launched, Launched], each: Resumption) -> None:
+    """Under stage 3, where a rank needs its own slices; under stages 1 and 2 every rank needs all."""
+    first, second = both
+    [record] = records(first, each.name, [each.at])
+    read = Counter(name for rank in range(first.world_size) for name in seen(second, each, rank=rank)["read"])
+    times = 1 if record.stage == 3 else first.world_size
+
+    assert {read[name] for name in versions(record).values()} == {times}
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from layerstore.compose import Composition
 from layerstore.disk import Files, Hook, no_hook
 from layerstore.format import make_commit
 from layerstore.model import (
@@ -99,6 +100,12 @@ def observed(time_ns: int = 1_700_000_000_000_000_000) -> Observed:
 def commit(of: CommitRecord | None = None, *, time_ns: int = 1_700_000_000_000_000_000) -> Commit:
     """Return a commit of the record *of*."""
     return make_commit(record() if of is None else of, observed(time_ns))
+
+
+def composition(layers: Sequence[LayerEntry]) -> Composition:
+    """Return what a commit of *layers* is composed of."""
+    base = record(layers=layers)
+    return Composition(base=base, commit=commit(base).id, time_ns=0, policy="latest", parameters={}, layers=base.layers)
 
 
 def pin(name: str = "best", of: CommitRecord | None = None) -> Pin:

@@ -9,9 +9,9 @@ from layerstore.compose import Composition
 from layerstore.live.binding import Binding
 from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine, checkpoint_engine_of
 from layerstore.live.deepspeed.engine import ZeroEngine
-from layerstore.live.deepspeed.load import Loaded
+from layerstore.live.deepspeed.load import Loaded, needs_own_slices
 from layerstore.live.engine import read_random_state
-from layerstore.live.ranks import Exchange
+from layerstore.live.ranks import Exchange, OwnVersions, own_versions
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store
 from layerstore.zero3.trees import ENGINE_KEYS, TreeView
@@ -41,9 +41,29 @@ class AttachableEngine:
         self._loader.install(self.engine)
         return self._loader.uninstall
 
-    def read(self, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None) -> "EngineLoad":
-        """Read *composition* and check that it fits."""
-        return EngineLoad(self.engine, self._loader, store, composition, adam_step=adam_step, like=like)
+    def own_versions(self, exchange: Exchange, store: Store, composition: Composition) -> OwnVersions:
+        """Return what versions of *composition* say about this rank's slices, if it needs no others. Collective."""
+        return own_versions(exchange, store.repo, composition) if needs_own_slices(self.engine, composition) else {}
+
+    def read(
+        self,
+        store: Store,
+        composition: Composition,
+        *,
+        adam_step: AdamStep,
+        like: str | None,
+        own_versions: OwnVersions,
+    ) -> "EngineLoad":
+        """Read *composition*, but for *own_versions*, and check that it fits."""
+        return EngineLoad(
+            self.engine,
+            self._loader,
+            store,
+            composition,
+            adam_step=adam_step,
+            like=like,
+            own_versions=own_versions,
+        )
 
     def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
         """Call *fill*: DeepSpeed's own loader is collective and needs no help."""
@@ -67,6 +87,7 @@ class EngineLoad:
         *,
         adam_step: AdamStep,
         like: str | None,
+        own_versions: OwnVersions,
     ) -> None:
         """Read and check it; raises as `Loaded.check_fits` does."""
         self._engine, self._loader = engine, loader
@@ -78,6 +99,7 @@ class EngineLoad:
             stage=engine.stage,
             adam_step=adam_step,
             like=like,
+            own_versions=own_versions,
         )
         self.notes = loaded.check_fits(engine)
         state = loaded.load.state

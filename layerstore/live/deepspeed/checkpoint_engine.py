@@ -10,12 +10,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from layerstore.compose import naming_damage
+from layerstore.compose import Composition, naming_damage
 from layerstore.errors import Unsupported
 from layerstore.live.binding import Binding, binding_of, wait_for_saves
 from layerstore.live.deepspeed.capture import SavedStates, capture
 from layerstore.live.deepspeed.engine import ZeroEngine, engine_with
-from layerstore.live.deepspeed.load import Loaded, whole_weights
+from layerstore.live.deepspeed.load import Loaded, needs_own_slices, whole_weights
 from layerstore.live.engine import Captured
 from layerstore.live.pointer_files import (
     check_same,
@@ -25,8 +25,9 @@ from layerstore.live.pointer_files import (
     store_of,
     write_pointer,
 )
-from layerstore.live.ranks import Exchange
+from layerstore.live.ranks import Exchange, own_versions
 from layerstore.live.saver import Saver
+from layerstore.store import Store
 from layerstore.zero3 import Pointer, read_pointer
 from layerstore.zero3.trees import ENGINE_KEYS
 
@@ -202,30 +203,44 @@ class StoreCheckpointEngine:
                 pointer = read_pointer(path)
                 if pointer is not None:
                     wait_for_saves(pointer.store_id, pointer.run)
+            # Read before: the loader reads its first file more than once.
+            known = self._load if self._load is not None and self._load[0] == pointer else None
             with exchange.raise_on_all():
-                target = self._find_target(path, pointer)
-            what = "shards" if target is None else f"a pointer to {target[1].composition.commit}"
-            check_same(exchange, path.parent, what)
-        return target
+                found = (known[1].store, known[1].composition) if known else self._find_target(path, pointer)
+            what = "shards" if found is None else f"a pointer to {found[1].commit}"
+            check_same(exchange, path.parent, f"{what}, read before" if known else what)
+            if known or pointer is None or found is None:
+                return known
+            return pointer, self._read(exchange, pointer, *found)
 
-    def _find_target(self, path: Path, pointer: Pointer | None) -> tuple[Pointer | None, Loaded] | None:
-        if self._load is not None and self._load[0] == pointer:
-            return self._load  # already read: the loader reads its first file more than once
+    def _find_target(self, path: Path, pointer: Pointer | None) -> tuple[Store, Composition] | None:
         if pointer is None:
             return None
-        engine = self._known_engine()
-        if engine.loads_universal:
+        if self._known_engine().loads_universal:
             raise Unsupported(
                 f"{path.parent} holds pointers, and the engine loads universal checkpoints",
                 hint=f"{pointer.command}; then DeepSpeed's ds_to_universal.py makes one of FOLDER",
             )
         store = store_of(pointer, self.saver)
-        composition = composition_of(store, pointer)
-        with naming_damage(store.repo, composition):
-            loaded = Loaded(store, composition, rank=engine.rank, world_size=engine.world_size, stage=engine.stage)
+        return store, composition_of(store, pointer)
+
+    def _read(self, exchange: Exchange, pointer: Pointer, store: Store, composition: Composition) -> Loaded:
+        """Read and check this rank's part of *composition*, to which *pointer* leads. Collective."""
+        engine = self._known_engine()
+        needs_all = not (self._is_whole and needs_own_slices(engine, composition))
+        own = {} if needs_all else own_versions(exchange, store.repo, composition)
+        with exchange.raise_on_all(), naming_damage(store.repo, composition):
+            loaded = Loaded(
+                store,
+                composition,
+                rank=engine.rank,
+                world_size=engine.world_size,
+                stage=engine.stage,
+                own_versions=own,
+            )
             notes = loaded.check_fits(engine, is_whole=self._is_whole)
         engine.warn(pointer.name, *notes)
-        return pointer, loaded
+        return loaded
 
     def _known_engine(self) -> ZeroEngine:
         return self._engine or ZeroEngine(engine_with(self))

@@ -8,6 +8,7 @@ half of the engine filled, or never, because it copies as many flat buffers as b
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from layerstore.arrays import Tensors
@@ -18,6 +19,7 @@ from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
 from layerstore.live.deepspeed.capture import SavedStates
 from layerstore.live.deepspeed.engine import ZeroEngine
 from layerstore.live.engine import Maker, bytes_of, empty, revive
+from layerstore.model import BlobRef, OwnVersion
 from layerstore.rank_options import AdamStep
 from layerstore.shards import RankLoad
 from layerstore.store import Store
@@ -45,9 +47,12 @@ class Loaded:
         stage: int | None = None,
         adam_step: AdamStep = "unify",
         like: str | None = None,
+        own_versions: Mapping[BlobRef, OwnVersion] = MappingProxyType({}),
     ) -> None:
         """
         Plan the load for *rank* of *world_size* under ZeRO *stage*; None means the stage that saved it.
+
+        Versions are read, but for *own_versions*.
 
         Raises:
             Unsupported: It was saved under stage 3, and *stage* is 1 or 2.
@@ -69,6 +74,7 @@ class Loaded:
             as_zero3=stage == STAGE_3,
             adam_step=adam_step,
             like=like,
+            own_versions=own_versions,
         )
         if base.is_dcp and stage not in {None, self.load.stage}:
             raise Unsupported(
@@ -134,6 +140,14 @@ class Loaded:
                 f"the checkpoint was saved {words[0]} bf16, the engine trains {words[1]} it",
                 hint=_PRECISION_HINT,
             )
+
+
+def needs_own_slices(engine: ZeroEngine, composition: Composition) -> bool:
+    """Whether each rank of *engine* needs of *composition* the slices that it saved itself, and no others."""
+    base = composition.base
+    # Under stages 1 and 2 every rank needs all weights.
+    is_stage_3 = base.stage == engine.stage == STAGE_3 and not base.is_dcp
+    return is_stage_3 and 1 < base.world_size == engine.world_size and composition.mean is None
 
 
 def zero_makers() -> dict[str, Maker]:

@@ -1,5 +1,5 @@
 """
-Messages between the ranks of a job: small all-gathers over gloo, only in the main thread.
+Messages between the ranks of a job: small ones over gloo, only in the main thread.
 
 This room uses torch.distributed, but knows no engine.
 """
@@ -16,12 +16,14 @@ from layerstore.live.ranks.exchange import (
 )
 from layerstore.live.ranks.group_parts import GroupParts
 from layerstore.live.ranks.opening import log_nothing_yet, make_together, open_together, runs_here, store_if_there
+from layerstore.live.ranks.own_versions import OwnVersions, own_versions
 
 __all__ = [
     "SAVES_MAX",
     "AttemptLock",
     "Exchange",
     "GroupParts",
+    "OwnVersions",
     "RankReport",
     "agree_on_save",
     "agreed_layers",
@@ -30,6 +32,7 @@ __all__ = [
     "make_together",
     "open_session",
     "open_together",
+    "own_versions",
     "place_resumed",
     "runs_here",
     "store_if_there",

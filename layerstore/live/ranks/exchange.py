@@ -4,7 +4,7 @@ Messages between ranks: one small all-gather on the host, called by the main thr
 It has its own gloo group, which does not wait for the accelerator's work.
 
 A save needs one message: all ranks report which save they want, whether they can make it, and how earlier ones ended,
-and every rank draws the same conclusions from the same reports.
+and every rank draws the same conclusions from the same reports. A resume also sends each rank what is for it alone.
 """
 
 import json
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from layerstore import errors
 from layerstore.disk import pauses
-from layerstore.errors import Conflict, InvalidInput, LayerstoreError, StorageIO
-from layerstore.hashing import object_id
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, StorageIO
+from layerstore.hashing import DIGEST_BYTES, digest, object_id
 from layerstore.live.log import LOG
 from layerstore.policy import Policy, is_ours
 from layerstore.storage import Repository
@@ -106,6 +106,26 @@ class Exchange:
 
         return [tensor.tolist() for tensor in self._gathered(torch.tensor(values, dtype=torch.int64))]
 
+    def deal(self, messages: Sequence[bytes]) -> list[bytes]:
+        """
+        Send each rank one of *messages*, by rank; return what every rank has sent to this one.
+
+        Raises:
+            IntegrityError: A message was damaged on its way.
+        """
+        import torch
+
+        sealed = [data + digest(data) for data in messages]
+        sizes = torch.tensor(list(map(len, sealed)), dtype=torch.int64)
+        of_one = [1] * len(sealed)
+        sizes_dealt = self._dealt(sizes, of_one, of_one).tolist()
+        data = self._dealt(torch.frombuffer(bytearray().join(sealed), dtype=torch.uint8), sizes.tolist(), sizes_dealt)
+        received = [part.numpy().tobytes() for part in torch.split(data, sizes_dealt)]
+        for rank, part in enumerate(received):
+            if digest(part[:-DIGEST_BYTES]) != part[-DIGEST_BYTES:]:
+                raise IntegrityError(f"a message of rank {rank} was damaged on its way", hint="try again")
+        return [part[:-DIGEST_BYTES] for part in received]
+
     def wait(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
         """
         Call *wait* on every rank until it returns True on all, or *until* has passed on one; return whether all did.
@@ -144,6 +164,15 @@ class Exchange:
         gathered = [mine.new_empty(len(mine)) for _ in range(self.size)]
         dist.all_gather(gathered, mine, group=self._group)
         return gathered
+
+    def _dealt(self, mine: "torch.Tensor", sizes: list[int], sizes_dealt: list[int]) -> "torch.Tensor":
+        import torch.distributed as dist
+
+        if self._is_alone:
+            return mine
+        dealt = mine.new_empty(sum(sizes_dealt))
+        dist.all_to_all_single(dealt, mine, sizes_dealt, sizes, group=self._group)
+        return dealt
 
 
 def _error_of_rank(kind: str, message: str, *, rank: int) -> LayerstoreError:

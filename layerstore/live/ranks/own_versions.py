@@ -1,0 +1,87 @@
+"""
+What versions say about each rank's own slices, read once for all ranks.
+
+A version describes the slices of all ranks, of which each needs its own. So one rank reads, checks and takes apart each
+version, and sends every rank its part.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TypeVar, cast
+
+from layerstore.compose import Composition
+from layerstore.errors import LayerstoreError
+from layerstore.format import Plain, decode_version, encode_blob, pack, ref_of, unpack
+from layerstore.live.ranks.exchange import Exchange
+from layerstore.model import BlobRef, LayerEntry, LayerVersion, ObjectId, OwnVersion, StoredObject
+from layerstore.storage import Repository
+
+OwnVersions = Mapping[BlobRef, OwnVersion]
+"""What some versions say about the slices of this rank."""
+
+Layer = TypeVar("Layer")
+
+
+def own_versions(exchange: Exchange, repo: Repository, composition: Composition) -> OwnVersions:
+    """
+    Return what the versions of *composition* say about the slices of this rank, the *shard* of as many ranks as saved.
+
+    Left out is a layer with a damaged version, or one that other numbers of ranks have cut: each rank reads these
+    itself, and says itself what is wrong. Collective.
+    """
+    rank, ranks = exchange.rank, exchange.size
+    own = {entry.layer: entry for entry in composition.base.layers}
+    # With the base's own version, that which was chosen is compared.
+    layers = [tuple(dict.fromkeys((entry, own[entry.layer]))) for entry in composition.layers]
+    with exchange.raise_on_all():
+        messages = [pack(message) for message in _messages(repo, share_of(layers, rank, ranks), ranks)]
+    found: dict[BlobRef, OwnVersion] = {}
+    with exchange.raise_on_all():
+        for message in exchange.deal(messages):
+            for name, size_bytes, data in cast("list[tuple[ObjectId, int, bytes]]", unpack(message, what="a message")):
+                found[BlobRef(id=name, size_bytes=size_bytes)] = _of_rank(rank, data)
+    return found
+
+
+def share_of(layers: Sequence[Layer], rank: int, ranks: int) -> Sequence[Layer]:
+    """Return the *layers* that *rank* reads for all *ranks*: as many as others do, and of few, those of many hosts."""
+    return layers[rank * len(layers) // ranks : (rank + 1) * len(layers) // ranks]
+
+
+def _messages(repo: Repository, layers: Sequence[Sequence[LayerEntry]], ranks: int) -> list[list[Plain]]:
+    """Return for each rank what it needs of the versions of *layers*, which are named."""
+    messages: list[list[Plain]] = [[] for _ in range(ranks)]
+    for layer in layers:
+        try:
+            versions = {entry.version: repo.version(entry.version) for entry in layer}
+        except LayerstoreError:
+            continue
+        # All of a layer or none: a rank compares what it knows of them.
+        if all(_is_cut_for(version, ranks) for version in versions.values()):
+            for ref, version in versions.items():
+                for message, data in zip(messages, _taken_apart(version, ranks), strict=True):
+                    message.append([ref.id, ref.size_bytes, data])
+    return messages
+
+
+def _is_cut_for(version: LayerVersion, ranks: int) -> bool:
+    """Whether so many *ranks* hold the slices of *version* as ZeRO-3 cuts them."""
+    return version.cut == "even" and all(stored.shards in {1, ranks} for stored in version.objects)
+
+
+def _taken_apart(version: LayerVersion, ranks: int) -> Iterator[bytes]:
+    """Yield for each rank the encoding of *version* with only what it needs."""
+    objects: list[list[StoredObject]] = [[] for _ in range(ranks)]
+    for stored in version.objects:
+        for rank in range(ranks) if stored.shards == 1 else (stored.shard,):
+            objects[rank].append(stored)
+    references: dict[str, StoredObject] = {stored.id: stored for stored in version.references}
+    for of_rank in objects:
+        referred = dict.fromkeys(stored.reference for stored in of_rank if stored.reference)
+        older = tuple(references[name] for name in referred)
+        yield encode_blob(replace(version, objects=tuple(of_rank), references=older))
+
+
+def _of_rank(rank: int, data: bytes) -> OwnVersion:
+    version = decode_version(data, ref=ref_of(data))
+    return OwnVersion(shard=rank, **{field.name: getattr(version, field.name) for field in fields(version)})

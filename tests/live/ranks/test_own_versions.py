@@ -1,0 +1,254 @@
+"""What versions say about each rank's own slices: one rank reads each version, and tells the others."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import layerstore
+from layerstore import Store
+from layerstore.compose import Composition
+from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError, LayoutMismatch
+from layerstore.format import encode_blob
+from layerstore.live.ranks import Exchange, OwnVersions, own_versions
+from layerstore.model import BlobRef, Kind, ObjectId
+from layerstore.shards import RankLoad
+from layerstore.slices import Slices
+from layerstore.storage import ObjectStore
+from layerstore.zero3.pt import layout_pt
+from tests.bench.histories import write_blob, write_version
+from tests.faults.harness import flip
+from tests.ranks.in_turn import InTurn
+from tests.unit import samples
+from tests.unit.checkpoints import Checkpoints
+
+RANKS = 3
+MANY = 512
+
+
+class Ranks:
+    """The ranks that resume from a composition."""
+
+    def __init__(self, store: Store, composition: Composition, count: int = RANKS) -> None:
+        """Let each read its share."""
+        self._store, self._composition = store, composition
+        self._exchange = InTurn(count)
+        for self._exchange.rank in range(count):
+            own_versions(self._exchange, store.repo, composition)
+        self._exchange.hears = True
+
+    def told(self, rank: int) -> OwnVersions:
+        """Return what *rank* knows."""
+        self._exchange.rank = rank
+        return own_versions(self._exchange, self._store.repo, self._composition)
+
+    def sent_to(self, rank: int) -> int:
+        """Return how many bytes are sent to *rank*."""
+        return sum(len(messages[rank]) for messages in self._exchange.sent.values())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return an empty store."""
+    with layerstore.init(tmp_path / "store") as made:
+        for number in range(256):  # for blobs that are written by hand
+            (made.path / "objects" / f"{number:02x}").mkdir()
+        yield made
+
+
+@pytest.fixture
+def saved(store: Store, tmp_path: Path) -> Store:
+    """Return it with five saves of a run: the third and fourth are compact, the last has half the layers."""
+    checkpoints = Checkpoints(tmp_path / "made", hidden=10, vocab=7, world_size=RANKS)
+    checkpoints.into(store, 1, 2)
+    checkpoints.into(store, 3, 4, precision="delta8")
+    checkpoints.into(store, 5, policy="parity")
+    return store
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[BlobRef]:
+    """Return the blobs that are read, as it happens."""
+    found: list[BlobRef] = []
+    read = ObjectStore.read
+
+    def counted(self: ObjectStore, ref: BlobRef) -> bytes:
+        found.append(ref)
+        return read(self, ref)
+
+    monkeypatch.setattr(ObjectStore, "read", counted)
+    return found
+
+
+def loaded(store: Store, composition: Composition, rank: int, own: OwnVersions) -> tuple[list[bytes], tuple[str, ...]]:
+    """Return all bytes that *rank* loads, and the notes."""
+    load = RankLoad(store.repo, composition, rank=rank, world_size=RANKS, own_versions=own)
+    found = []
+    for file in (load.state.model, load.state.optimizer):
+        for storage, _ in layout_pt(file.tree, name="any").storages:
+            data = bytearray(storage.elements * by_code(storage.dtype).bytes)
+            load.fill(storage, memoryview(data))
+            found.append(bytes(data))
+    return found, load.notes
+
+
+def of_ranks(store: Store, ranks: int, *, layers: int) -> Composition:
+    """Return a composition of *layers* that so many *ranks* have saved; the objects are nowhere."""
+    entries = []
+    for number in range(layers):
+        name = f"model.layers.{number}"
+        ids = [ObjectId(f"{number:016x}{rank:016x}") for rank in range(ranks)]
+        entries.append(replace(samples.entry(name), version=write_version(store.repo, name, ids)))
+    return samples.composition(entries)
+
+
+@pytest.mark.parametrize("ref", ["r@2", "r@4", "r@5"])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_that_is_told_loads_what_one_that_reads_loads(saved: Store, ref: str, rank: int) -> None:
+    """Exact, compact, and of several saves: every byte and every note."""
+    composition = saved.compose(ref).composition
+    told = Ranks(saved, composition).told(rank)
+
+    assert told.keys() == {entry.version for entry in composition.layers}
+    assert loaded(saved, composition, rank, told) == loaded(saved, composition, rank, {})
+
+
+def test_what_a_policy_chose_is_compared_with_the_base(saved: Store) -> None:
+    """So the base's own versions are told as well."""
+    composition = saved.compose("r@2", policy="filter:every=2").composition
+    told = Ranks(saved, composition).told(1)
+
+    assert composition.older_layers
+    assert told.keys() == {entry.version for entry in (*composition.layers, *composition.base.layers)}
+    assert loaded(saved, composition, 1, told) == loaded(saved, composition, 1, {})
+
+
+def test_a_rank_that_is_told_reads_no_version(saved: Store, reads: list[BlobRef]) -> None:
+    """It reads its own state, and the first rank's."""
+    composition = saved.compose("r@4").composition
+    told = Ranks(saved, composition).told(2)
+    reads.clear()
+
+    loaded(saved, composition, 2, told)
+
+    assert set(reads) == {composition.base.states[0], composition.base.states[2]}
+
+
+@pytest.mark.parametrize(("ranks", "layers"), [(MANY, 3), (MANY, 20), (4, 9)])
+def test_of_many_ranks_none_reads_more_than_its_share(
+    store: Store, reads: list[BlobRef], ranks: int, layers: int
+) -> None:
+    """Each version is read once, by ranks far apart; and what a rank is told does not grow with their number."""
+    composition = of_ranks(store, ranks, layers=layers)
+    exchange, before, shares = InTurn(ranks), 0, []
+    for exchange.rank in range(ranks):
+        own_versions(exchange, store.repo, composition)
+        shares.append(len(reads) - before)
+        before = len(reads)
+    told = Ranks(store, composition, ranks)
+
+    assert Counter(reads[:before]) == Counter(entry.version for entry in composition.layers)
+    assert max(shares) == -(-layers // ranks)
+    assert ranks < MANY or shares[: MANY // 2].count(1) == layers // 2
+    assert {len(version.objects) for version in told.told(ranks - 1).values()} == {1}
+    assert told.sent_to(0) < 600 * layers + 30 * ranks
+
+
+def test_whoever_would_need_more_is_stopped(saved: Store) -> None:
+    """A rank knows nothing of others' slices, and asks for none."""
+    told = Ranks(saved, saved.compose("r@2").composition).told(1)
+    slices = Slices(told.values())
+    name, parameter = next(iter(slices.parameters.items()))
+
+    with pytest.raises(AssertionError, match="its own"):
+        slices.pieces(Kind.MASTER, name, dtype="F32", offset=0)
+    with pytest.raises(AssertionError, match="its own"):
+        slices.stretches(Kind.MASTER, name, begin=0, end=1)
+    assert prod(parameter.shape) > 1
+
+
+@pytest.mark.parametrize("change", [{"cut": "partition"}, {"cut": "boxes"}, {"objects": ()}])
+def test_layers_that_others_have_cut_are_not_told(store: Store, change: dict[str, Any]) -> None:
+    """Neither are those that another number of ranks has saved; each rank reads these itself."""
+    composition = of_ranks(store, RANKS, layers=2)
+    other = of_ranks(store, RANKS + 1, layers=1).layers[0] if "objects" in change else None
+    if other is None:
+        version = store.repo.version(composition.layers[0].version)
+        other = replace(composition.layers[0], version=write_blob(store.repo, encode_blob(replace(version, **change))))
+    told = Ranks(store, samples.composition([other, composition.layers[1]])).told(0)
+
+    assert told.keys() == {composition.layers[1].version}
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_damaged_version_is_found_by_every_rank(saved: Store, loses: bool) -> None:
+    """No rank is told of it, so each reads it itself, and names it; the other layers are told."""
+    composition = saved.compose("r@2").composition
+    lost = composition.layers[1].version
+    if loses:
+        saved.repo.layout.object(lost.id).unlink()
+    else:
+        flip(saved.repo.layout.object(lost.id))
+    ranks = Ranks(saved, composition)
+
+    for rank in range(RANKS):
+        told = ranks.told(rank)
+        assert told.keys() == {entry.version for entry in composition.layers} - {lost}
+        with pytest.raises(IntegrityError, match=lost.id):
+            loaded(saved, composition, rank, told)
+
+
+def test_damage_in_what_only_a_comparison_needs_does_not_matter(saved: Store) -> None:
+    """As without being told: a run has one model."""
+    composition = saved.compose("r@2", policy="filter:every=2").composition
+    entry = composition.older_layers[0]
+    own = next(base for base in composition.base.layers if base.layer == entry.layer)
+    saved.repo.layout.object(own.version.id).unlink()
+    told = Ranks(saved, composition).told(1)
+
+    assert not {entry.version, own.version} & told.keys()
+    assert loaded(saved, composition, 1, told) == loaded(saved, composition, 1, {})
+
+
+def test_a_slice_of_another_length_is_refused(saved: Store) -> None:
+    """As that of a whole layer is: its place would be another."""
+    composition = saved.compose("r@2").composition
+    entry = composition.layers[0]
+    version = saved.repo.version(entry.version)
+    longer = tuple(replace(each, shape=(each.shape[0] + RANKS, *each.shape[1:])) for each in version.parameters)
+    blob = write_blob(saved.repo, encode_blob(replace(version, parameters=longer)))
+    layers = (replace(entry, version=blob), *composition.layers[1:])
+    odd = replace(composition, layers=layers, base=replace(composition.base, layers=layers), chosen_from=())
+
+    for own in ({}, Ranks(saved, odd).told(0)):
+        with pytest.raises(LayoutMismatch, match=r"is stored with \d+ elements, its shape asks for"):
+            loaded(saved, odd, 0, own)
+
+
+class Alone(Exchange):
+    """An exchange whose messages come back, with a bit flipped at *place*."""
+
+    def __init__(self, place: int | None) -> None:
+        """Send to itself."""
+        super().__init__()
+        self._place = place
+
+    def _dealt(self, mine: torch.Tensor, sizes: list[int], sizes_dealt: list[int]) -> torch.Tensor:
+        if mine.dtype == torch.uint8 and self._place is not None:
+            mine[self._place] ^= 1
+        return mine
+
+
+@pytest.mark.parametrize("data", [b"", b"abc"])
+def test_what_is_sent_arrives_or_is_refused(data: bytes) -> None:
+    """A flip on the way, in the message or in its checksum, is found."""
+    assert Alone(None).deal([data]) == [data]
+    for place in (0, -1):
+        with pytest.raises(IntegrityError, match="a message of rank 0 was damaged on its way"):
+            Alone(place).deal([data])
