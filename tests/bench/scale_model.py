@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from unittest.mock import patch
 
 import layerstore
 from layerstore import Drift, Filter, Latest, Parity
 from layerstore.format import (
+    decode_version,
     encode_blob,
     make_commit,
     named_in_version,
@@ -36,14 +38,17 @@ from layerstore.inspect.cost import FileTotals, Stored, stored
 from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
 from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.limits import GC_GRACE_SECONDS, REMOTE_REQUESTS_MAX, VERIFY_CHUNK_BYTES
+from layerstore.live.ranks import own_versions
+from layerstore.live.ranks.own_versions import share_of
 from layerstore.model import BlobRef, Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
 from layerstore.parts import LayerPart, Part
 from layerstore.policy import Policy
 from layerstore.precision import Keyframes
-from layerstore.slices import valid_elements
-from layerstore.storage import Repository
+from layerstore.slices import Slices, valid_elements
+from layerstore.storage import ObjectStore, Repository
 from tests.bench.generate import generate
-from tests.bench.histories import RUN, build
+from tests.bench.histories import RUN, build, write_blob
+from tests.ranks.in_turn import InTurn
 from tests.unit import samples
 
 STEP_SECONDS, EVERY, STEPS = 10.0, 60, 30 * 8640
@@ -260,7 +265,7 @@ CASES = (
 
 def run() -> None:
     """Print the tables of docs/internals/scale.md."""
-    for table in (a_month, a_save, metadata, packed, seconds, index):
+    for table in (a_month, a_save, metadata, resumed, packed, seconds, resume_seconds, index):
         for line in table():
             print(line, flush=True)
         print()
@@ -345,6 +350,25 @@ def metadata() -> Iterator[str]:
         )
 
 
+def resumed() -> Iterator[str]:
+    """Yield what ranks read of version blobs, and what they are told, if as many resume as have saved."""
+    yield from _head(
+        "", "all version blobs", "read by every rank", "read once", "a rank at most", "on average", "a rank is told",
+    )  # fmt: skip
+    for case in CASES:
+        made = _Made(case)
+        reads, told_bytes = _read_and_told(made)
+        yield _row(
+            case.title,
+            _size(made.blob_bytes),
+            _size(made.blob_bytes * case.ranks),
+            _size(sum(reads)),
+            _size(max(reads)),
+            _size(sum(reads) / case.ranks),
+            _size(told_bytes),
+        )
+
+
 def packed() -> Iterator[str]:
     """Yield what a full save would take if each rank wrote one file."""
     yield from _head("", "files", "in packs", "calls of rank 0", "in packs", "PUTs", "in packs")
@@ -395,6 +419,36 @@ def seconds() -> Iterator[str]:
         )
 
 
+def resume_seconds() -> Iterator[str]:
+    """Yield what versions take of a rank's processor and memory at a resume."""
+    yield from _head("", "reading all", "memory", "reading a block for all ranks", "being told", "memory")
+    for case in CASES:
+        made, exchange, layers = _Made(case), InTurn(case.ranks), len(case.files)
+        blocks, ref = made.blob_bytes / len(made.encoded), ref_of(made.encoded)
+        composition = samples.composition([replace(samples.entry("model.layers.0"), version=ref)])
+        whole = partial(_sliced, partial(_read_whole, made.encoded))
+        with _repository() as repo:
+            write_blob(repo, made.encoded)
+            share = partial(own_versions, exchange, repo, composition)
+            exchange.rank = case.ranks - 1
+            share()
+            reading_seconds = _cpu(share)
+            # Another rank, which reads nothing, is told of as many blocks as there are layers.
+            exchange.sent = dict.fromkeys(range(layers), exchange.sent[exchange.rank])
+            exchange.rank, exchange.hears = 0, True
+            own = list(share().values())
+            told_seconds = _cpu(share) + _cpu(partial(Slices, own * layers))
+            told_bytes = _held_bytes(partial(_sliced, share)) * layers
+        yield _row(
+            case.title,
+            _time(min(_cpu(whole) for _ in range(3)) * blocks),
+            _size(_held_bytes(whole) * blocks),
+            _time(reading_seconds),
+            _time(told_seconds),
+            _size(told_bytes),
+        )
+
+
 def index() -> Iterator[str]:
     """Yield what the index of a month takes, of which nothing was collected; how many ranks there are is not in it."""
     yield from _head("", "the index, a month", "made afresh", "first plan", "a plan")
@@ -415,6 +469,7 @@ class _Made:
             shape = tuple(elements.values())
             if shape not in versions:
                 versions[shape] = _version(layer, elements, case.ranks, chance)
+        self.case, self.versions = case, versions
         self.block = versions[tuple(case.model.layers["model.layers.0"].values())]
         self.encoded = encode_blob(self.block)
         sizes = {shape: len(encode_blob(version)) for shape, version in versions.items()}
@@ -504,6 +559,44 @@ def _state_bytes(layers: int) -> int:
             return store.repo.records.read(name).record.states[1].size_bytes
 
 
+def _read_whole(encoded: bytes) -> dict[BlobRef, LayerVersion]:
+    ref = ref_of(encoded)
+    return {ref: decode_version(encoded, ref=ref)}
+
+
+def _sliced(read: Callable[[], Mapping[BlobRef, LayerVersion]]) -> tuple[Mapping[BlobRef, LayerVersion], Slices]:
+    """Return what a rank holds of versions."""
+    versions = read()
+    return versions, Slices(versions.values())
+
+
+def _read_and_told(made: _Made) -> tuple[list[int], int]:
+    """Return how many bytes of version blobs each rank reads at a resume, and how many are then sent to the last."""
+    ranks = made.case.ranks
+    exchange, reads, told_bytes = InTurn(ranks), [0] * ranks, 0
+    alike: dict[tuple[BlobRef, ...], tuple[int, int]] = {}
+    with _repository() as repo:
+        refs = {shape: write_blob(repo, encode_blob(version)) for shape, version in made.versions.items()}
+        layers = [refs[tuple(elements.values())] for elements in made.case.model.layers.values()]
+        composition = samples.composition(
+            [
+                replace(samples.entry(name), version=ref)
+                for name, ref in zip(made.case.model.layers, layers, strict=True)
+            ]
+        )
+        for rank in range(ranks):
+            share = tuple(share_of(layers, rank, ranks))
+            if share and share not in alike:
+                exchange.rank = rank
+                with patch.object(ObjectStore, "read", autospec=True, side_effect=ObjectStore.read) as read:
+                    own_versions(exchange, repo, composition)
+                read_bytes = sum(call.args[1].size_bytes for call in read.call_args_list)
+                alike[share] = read_bytes, len(exchange.sent.pop(rank)[-1])
+            reads[rank], sent_bytes = alike.get(share, (0, 1))
+            told_bytes += sent_bytes
+    return reads, told_bytes
+
+
 def _mark(needs: Needs, encoded: bytes) -> None:
     """Do what a collection does with a version blob that it has read."""
     needs.add(named_in_version(encoded, ref=ref_of(encoded)))
@@ -517,8 +610,10 @@ def _cpu(work: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def _repository() -> Iterator[Repository]:
-    """Yield an empty store."""
+    """Yield an empty store, with folders for objects."""
     with tempfile.TemporaryDirectory() as folder, layerstore.init(f"{folder}/store") as store:
+        for number in range(256):
+            (store.path / "objects" / f"{number:02x}").mkdir()
         yield store.repo
 
 

@@ -89,7 +89,8 @@ def test_the_shapes_are_those_of_the_family() -> None:
     "table",
     [
         *(pytest.param(table, marks=pytest.mark.full) for table in ("a_month", "a_save", "packed")),
-        pytest.param("metadata", marks=pytest.mark.exhaustive),  # a blob of 8,192 objects
+        # A blob of 8,192 objects.
+        *(pytest.param(table, marks=pytest.mark.exhaustive) for table in ("metadata", "resumed")),
     ],
 )
 def test_the_page_shows_what_the_model_prints(table: str) -> None:
