@@ -1,7 +1,6 @@
 """How far layers have moved, measured by ranks that run as threads of this process: no engine is launched."""
 
 import math
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,40 +15,18 @@ from layerstore import Drift
 from layerstore.ingest.selection import RUN_ELEMENTS, RUNS
 from layerstore.live.deepspeed.capture import SavedStates, capture
 from layerstore.live.engine import Captured
-from layerstore.live.ranks.exchange import Exchange
 from layerstore.live.saver.movements import MovementWatch
 from layerstore.model import Kind
 from layerstore.numbers.distance import Movements
 from layerstore.policy import Save
 from tests.generated import generate
+from tests.ranks.exchanges import Together
 
 WIDE: dict[str, Any] = {"layers": 3, "hidden": 52, "vocab": 64, "layout": "raw"}
 """The larger parameters have more elements than are looked at, and many a run of them lies on two of three ranks."""
 
 LAYERS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
 ALL = frozenset(LAYERS)
-
-
-class Together:
-    """The exchanges of ranks that run as threads."""
-
-    def __init__(self, world_size: int) -> None:
-        """Expect so many."""
-        self._sent: list[torch.Tensor] = [torch.empty(0)] * world_size
-        self._barrier = threading.Barrier(world_size, timeout=60)
-
-    def of(self, rank: int) -> Exchange:
-        """Return the exchange that *rank* uses."""
-
-        def gathered(_: Exchange, mine: torch.Tensor) -> list[torch.Tensor]:
-            self._sent[rank] = mine
-            self._barrier.wait()
-            found = list(self._sent)
-            self._barrier.wait()
-            return found
-
-        made: Exchange = type("OfThread", (Exchange,), {"__init__": lambda self: None, "_gathered": gathered})()
-        return made
 
 
 class Ranks:
