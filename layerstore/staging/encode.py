@@ -92,7 +92,7 @@ def referable(
 
     *shard* is the only one of each layer that this rank writes; None if it may write any.
 
-    A version is left out if the store has lost any rank's objects of it, so that all ranks get the same layers.
+    A version is left out if the store has lost any of its objects; where a rank knows its own alone, others may differ.
     """
     referred, others = {}, []
     for layer, entry in place.inherited.items():

@@ -38,7 +38,7 @@ from layerstore.inspect.cost import FileTotals, Stored, stored
 from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
 from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.limits import GC_GRACE_SECONDS, REMOTE_REQUESTS_MAX, VERIFY_CHUNK_BYTES
-from layerstore.live.ranks import own_versions
+from layerstore.live.ranks import own_versions, versions_to_load
 from layerstore.live.ranks.own_versions import share_of
 from layerstore.model import BlobRef, Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
 from layerstore.parts import LayerPart, Part
@@ -48,7 +48,7 @@ from layerstore.slices import Slices, valid_elements
 from layerstore.storage import ObjectStore, Repository
 from tests.bench.generate import generate
 from tests.bench.histories import RUN, build, write_blob
-from tests.ranks.in_turn import InTurn
+from tests.ranks.exchanges import InTurn
 from tests.unit import samples
 
 STEP_SECONDS, EVERY, STEPS = 10.0, 60, 30 * 8640
@@ -429,7 +429,7 @@ def resume_seconds() -> Iterator[str]:
         whole = partial(_sliced, partial(_read_whole, made.encoded))
         with _repository() as repo:
             write_blob(repo, made.encoded)
-            share = partial(own_versions, exchange, repo, composition)
+            share = partial(own_versions, exchange, repo, versions_to_load(composition))
             exchange.rank = case.ranks - 1
             share()
             reading_seconds = _cpu(share)
@@ -589,7 +589,7 @@ def _read_and_told(made: _Made) -> tuple[list[int], int]:
             if share and share not in alike:
                 exchange.rank = rank
                 with patch.object(ObjectStore, "read", autospec=True, side_effect=ObjectStore.read) as read:
-                    own_versions(exchange, repo, composition)
+                    own_versions(exchange, repo, versions_to_load(composition))
                 read_bytes = sum(call.args[1].size_bytes for call in read.call_args_list)
                 alike[share] = read_bytes, len(exchange.sent.pop(rank)[-1])
             reads[rank], sent_bytes = alike.get(share, (0, 1))

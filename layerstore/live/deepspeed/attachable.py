@@ -11,7 +11,7 @@ from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine, c
 from layerstore.live.deepspeed.engine import ZeroEngine
 from layerstore.live.deepspeed.load import Loaded, needs_own_slices
 from layerstore.live.engine import read_random_state
-from layerstore.live.ranks import Exchange, OwnVersions, own_versions
+from layerstore.live.ranks import Exchange, OwnVersions, own_versions, versions_to_load
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store
 from layerstore.zero3.trees import ENGINE_KEYS, TreeView
@@ -43,7 +43,8 @@ class AttachableEngine:
 
     def own_versions(self, exchange: Exchange, store: Store, composition: Composition) -> OwnVersions:
         """Return what versions of *composition* say about this rank's slices, if it needs no others. Collective."""
-        return own_versions(exchange, store.repo, composition) if needs_own_slices(self.engine, composition) else {}
+        needs_all = not needs_own_slices(self.engine, composition)
+        return {} if needs_all else own_versions(exchange, store.repo, versions_to_load(composition))
 
     def read(
         self,

@@ -25,7 +25,7 @@ from layerstore.live.pointer_files import (
     store_of,
     write_pointer,
 )
-from layerstore.live.ranks import Exchange, own_versions
+from layerstore.live.ranks import Exchange, own_versions, versions_to_load
 from layerstore.live.saver import Saver
 from layerstore.store import Store
 from layerstore.zero3 import Pointer, read_pointer
@@ -228,7 +228,7 @@ class StoreCheckpointEngine:
         """Read and check this rank's part of *composition*, to which *pointer* leads. Collective."""
         engine = self._known_engine()
         needs_all = not (self._is_whole and needs_own_slices(engine, composition))
-        own = {} if needs_all else own_versions(exchange, store.repo, composition)
+        own = {} if needs_all else own_versions(exchange, store.repo, versions_to_load(composition))
         with exchange.raise_on_all(), naming_damage(store.repo, composition):
             loaded = Loaded(
                 store,

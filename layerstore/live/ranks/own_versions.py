@@ -22,17 +22,14 @@ OwnVersions = Mapping[BlobRef, OwnVersion]
 Layer = TypeVar("Layer")
 
 
-def own_versions(exchange: Exchange, repo: Repository, composition: Composition) -> OwnVersions:
+def own_versions(exchange: Exchange, repo: Repository, layers: Sequence[Sequence[LayerEntry]]) -> OwnVersions:
     """
-    Return what the versions of *composition* say about the slices of this rank, the *shard* of as many ranks as saved.
+    Return what some versions of *layers* say about the slices of this rank, the shard of as many ranks as saved.
 
     Left out is a layer with a damaged version, or one that other numbers of ranks have cut: each rank reads these
     itself, and says itself what is wrong. Collective.
     """
     rank, ranks = exchange.rank, exchange.size
-    own = {entry.layer: entry for entry in composition.base.layers}
-    # With the base's own version, that which was chosen is compared.
-    layers = [tuple(dict.fromkeys((entry, own[entry.layer]))) for entry in composition.layers]
     with exchange.raise_on_all():
         messages = [pack(message) for message in _messages(repo, share_of(layers, rank, ranks), ranks)]
     found: dict[BlobRef, OwnVersion] = {}
@@ -41,6 +38,12 @@ def own_versions(exchange: Exchange, repo: Repository, composition: Composition)
             for name, size_bytes, data in cast("list[tuple[ObjectId, int, bytes]]", unpack(message, what="a message")):
                 found[BlobRef(id=name, size_bytes=size_bytes)] = _of_rank(rank, data)
     return found
+
+
+def versions_to_load(composition: Composition) -> list[tuple[LayerEntry, ...]]:
+    """Return the versions that a load of *composition* reads by layer: the base's own are compared with the chosen."""
+    own = {entry.layer: entry for entry in composition.base.layers}
+    return [tuple(dict.fromkeys((entry, own[entry.layer]))) for entry in composition.layers]
 
 
 def share_of(layers: Sequence[Layer], rank: int, ranks: int) -> Sequence[Layer]:

@@ -7,17 +7,19 @@ An error here never reaches training: the save is given up, and its status has t
 import threading
 import time
 from collections.abc import Collection
+from dataclasses import replace
 
 from layerstore.errors import FULL_DISK_ERRNOS, StorageIO
 from layerstore.history import NextCommit
 from layerstore.live.log import LOG, one_line
+from layerstore.live.ranks import Exchange, own_versions
 from layerstore.live.saver.following import Following
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.retries import Retries
 from layerstore.live.saver.sending import pin
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.live.saver.worker import Worker
-from layerstore.model import Commit, CommitId, LayerEntry
+from layerstore.model import Commit, CommitId, LayerEntry, LayerVersion
 from layerstore.parts import Part
 from layerstore.publish import (
     FrozenWeights,
@@ -58,6 +60,23 @@ def wait_at_exit(jobs: Collection[Job], *, commits: bool) -> None:
         end = time.monotonic() + max(PATIENCE_SECONDS, slowest)
         for job in jobs:
             job.is_resolved.wait(max(end - time.monotonic(), 0))
+
+
+def referable_on_all(
+    exchange: Exchange, repo: Repository, place: NextCommit, *, shard: int | None, world_size: int
+) -> tuple[dict[str, LayerVersion], list[str]]:
+    """
+    Return what `referable` does, the same layers on every rank, each of which looks for its own objects. Collective.
+
+    Looking for those of all ranks would cost a call for each of a million on each of thousands of ranks.
+    """
+    layers = [(entry,) for entry in place.inherited.values()]
+    # A rank that may write any slice needs all of them.
+    own = {} if shard is None else own_versions(exchange, repo, layers)
+    older, others = referable(replace(repo, own_versions=own), place, shard=shard, world_size=world_size)
+    found = exchange.sums([float(layer in older) for layer in place.inherited])
+    on_all = [layer for layer, count in zip(place.inherited, found, strict=True) if count == exchange.size]
+    return {layer: older[layer] for layer in on_all}, others
 
 
 class Background:
@@ -106,19 +125,19 @@ class Background:
         if self._committing is not None:
             self._committing.add(job)
 
-    def begin_at(self, place: NextCommit) -> Collection[str]:
+    def begin_at(self, place: NextCommit, exchange: Exchange) -> Collection[str]:
         """
         Continue from *place*, with no pending saves; frozen weights are read again.
 
-        Return the inherited layers that differences can refer to; they are the same on every rank.
+        Return the inherited layers that differences can refer to, which are the same on every rank. Collective.
         """
         self._inherited = dict(place.inherited)
         self._frozen.clear()
         self._older = {}
-        if self._refers is None:
+        if self._refers is None or not place.inherited:
             return ()
         shard, world_size = self._refers
-        self._older, others = referable(self._repo, place, shard=shard, world_size=world_size)
+        self._older, others = referable_on_all(exchange, self._repo, place, shard=shard, world_size=world_size)
         if others and self._committing is not None:
             more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
             LOG.info(

@@ -103,7 +103,7 @@ class Saver:
             refers=refers,
         )
         policy = chosen_policy(options.policy)
-        self._schedule = Schedule.after(place, policy, run=run, referable=self._background.begin_at(place))
+        self._schedule = Schedule.after(place, policy, run=run, referable=self._background.begin_at(place, exchange))
         self._movements = MovementWatch(self.exchange) if getattr(policy, "measures", False) else None
         self._jobs: deque[Job] = deque()
         """Saves whose outcome is still unknown."""
@@ -461,7 +461,7 @@ class Saver:
     def rebase_on(self, composition: Composition | None) -> None:
         """Continue from *composition*, which the engine was filled with; None if it was filled from elsewhere."""
         self._place = place = self._attempt_lock.acquire(partial(place_resumed, composition=composition))
-        referable = self._background.begin_at(place)
+        referable = self._background.begin_at(place, self.exchange)
         self._schedule = Schedule.after(place, self._schedule.policy, run=self.run, referable=referable)
         if self._movements is not None:
             self._movements.forget()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -16,15 +17,18 @@ from layerstore.compose import Composition
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.format import encode_blob
-from layerstore.live.ranks import Exchange, OwnVersions, own_versions
-from layerstore.model import BlobRef, Kind, ObjectId
+from layerstore.history import NextCommit, resolve
+from layerstore.live.ranks import Exchange, OwnVersions, own_versions, versions_to_load
+from layerstore.live.saver.background import referable_on_all
+from layerstore.model import BlobRef, Kind, LayerVersion, ObjectId
 from layerstore.shards import RankLoad
 from layerstore.slices import Slices
+from layerstore.staging import referable
 from layerstore.storage import ObjectStore
 from layerstore.zero3.pt import layout_pt
 from tests.bench.histories import write_blob, write_version
 from tests.faults.harness import flip
-from tests.ranks.in_turn import InTurn
+from tests.ranks.exchanges import InTurn, Together
 from tests.unit import samples
 from tests.unit.checkpoints import Checkpoints
 
@@ -40,13 +44,13 @@ class Ranks:
         self._store, self._composition = store, composition
         self._exchange = InTurn(count)
         for self._exchange.rank in range(count):
-            own_versions(self._exchange, store.repo, composition)
+            own_versions(self._exchange, store.repo, versions_to_load(composition))
         self._exchange.hears = True
 
     def told(self, rank: int) -> OwnVersions:
         """Return what *rank* knows."""
         self._exchange.rank = rank
-        return own_versions(self._exchange, self._store.repo, self._composition)
+        return own_versions(self._exchange, self._store.repo, versions_to_load(self._composition))
 
     def sent_to(self, rank: int) -> int:
         """Return how many bytes are sent to *rank*."""
@@ -148,7 +152,7 @@ def test_of_many_ranks_none_reads_more_than_its_share(
     composition = of_ranks(store, ranks, layers=layers)
     exchange, before, shares = InTurn(ranks), 0, []
     for exchange.rank in range(ranks):
-        own_versions(exchange, store.repo, composition)
+        own_versions(exchange, store.repo, versions_to_load(composition))
         shares.append(len(reads) - before)
         before = len(reads)
     told = Ranks(store, composition, ranks)
@@ -229,6 +233,31 @@ def test_a_slice_of_another_length_is_refused(saved: Store) -> None:
     for own in ({}, Ranks(saved, odd).told(0)):
         with pytest.raises(LayoutMismatch, match=r"is stored with \d+ elements, its shape asks for"):
             loaded(saved, odd, 0, own)
+
+
+def test_differences_refer_on_all_ranks_to_what_each_has(saved: Store, reads: list[BlobRef]) -> None:
+    """Each version is read once, and each rank looks for its own objects; what one has lost, no rank refers to."""
+    base = resolve(saved.repo, "r@4")
+    place = NextCommit.resumed(saved.repo.catalog.find("r"), base.record, of_commit=base.commit, is_as_it_stands=True)
+    lost = next(iter(place.inherited))
+    [master] = [each for each in saved.repo.version(place.inherited[lost].version).references if each.shard == 2]
+    saved.repo.layout.object(master.id).unlink()
+    together = Together(RANKS)
+    reads.clear()
+
+    def on(rank: int) -> tuple[dict[str, LayerVersion], list[str]]:
+        return referable_on_all(together.of(rank), saved.repo, place, shard=rank, world_size=RANKS)
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        found = list(pool.map(on, range(RANKS)))
+
+    assert Counter(reads) == Counter(entry.version for entry in place.inherited.values())
+    for rank, (older, others) in enumerate(found):
+        whole, _ = referable(saved.repo, place, shard=rank, world_size=RANKS)
+        assert older.keys() == whole.keys() == place.inherited.keys() - {lost}
+        assert [each.references for each in older.values()] == [each.references for each in whole.values()]
+        assert [each.objects for each in older.values()] == [each.objects for each in whole.values()]
+        assert not others
 
 
 class Alone(Exchange):
