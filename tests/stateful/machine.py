@@ -155,6 +155,8 @@ class StoreMachine(RuleBasedStateMachine):
         view = self.store.show(new[0].commit)
         assert (view.attempt, view.save_number) == (planned.attempt, planned.number)
         assert done is None or (done.is_new and set(done.layers_saved) == planned.own), done
+        if (again := model.trash.pop(new[0].commit, None)) is not None:
+            model.hidden[again.id] = again  # its record is in the trash as well, and is not listed
         replaced = model.save(planned, new[0].commit)
         if replaced is not None:
             (model.trash if done is not None else model.hidden)[replaced.id] = replaced

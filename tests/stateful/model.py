@@ -172,7 +172,11 @@ class Model:
     trash: dict[str, Commit] = field(default_factory=dict)
     """By id: what was dropped or replaced."""
     hidden: dict[str, Commit] = field(default_factory=dict)
-    """What somebody was killed over who was about to move it to the trash: another commit hides it until then."""
+    """
+    What may be in the trash without being listed there.
+
+    Somebody was killed who was about to move it there, and another commit hides it until then; or it is visible again.
+    """
 
     def run(self, name: str) -> Run:
         """Return the run *name*, which may not be there yet."""
