@@ -26,6 +26,7 @@ from layerstore.format import (
     encode_blob,
     make_commit,
     named_in_version,
+    pack,
     pack_object,
     ref_of,
     seal_part,
@@ -433,8 +434,9 @@ def resume_seconds() -> Iterator[str]:
             exchange.rank = case.ranks - 1
             share()
             reading_seconds = _cpu(share)
-            # Another rank, which reads nothing, is told of as many blocks as there are layers.
-            exchange.sent = dict.fromkeys(range(layers), exchange.sent[exchange.rank])
+            # Another rank, which reads nothing, hears from all ranks: of as many blocks as there are layers.
+            [full], empty = exchange.sent.values(), [pack([])] * case.ranks
+            exchange.sent = {rank: full if rank < layers else empty for rank in range(max(case.ranks, layers))}
             exchange.rank, exchange.hears = 0, True
             own = list(share().values())
             told_seconds = _cpu(share) + _cpu(partial(Slices, own * layers))
