@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from layerstore import Drift, Filter, Latest, Parity
-from layerstore.inspect import Model, Training, estimate_saves, made_up
+from layerstore.inspect import Model, Prices, Training, estimate_saves, made_up
 from layerstore.inspect.cost import FileTotals, stored
 from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
 from layerstore.limits import GC_GRACE_SECONDS
@@ -71,8 +71,8 @@ class Size:
 
     @cached_property
     def lines(self) -> dict[str, dict[str, Any]]:
-        """The lines of its estimate, by policy; a bucket is collected."""
-        training = replace(self.training, keep_last=LAST, keep_every=EVERY)
+        """The lines of its estimate, by policy; a bucket is collected, as prices are of one."""
+        training = replace(self.training, keep_last=LAST, keep_every=EVERY, prices=Prices(gb_month=0, gpu_hour=0))
         lines = estimate_saves(self.model, training, POLICIES)["lines"]
         return {line["policy"]: line for line in lines if line["policy"]}
 
