@@ -213,9 +213,9 @@ def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
     """
     Return an upper bound of the bytes that only the commits *going* keep, for each; what they share is the first one's.
 
-    Objects that other versions name too, as what differences refer to, are looked for in pins and in the commits next
-    to each, also of another attempt: a run has many blobs. Of all others, whole versions count, and the states of each
-    one's step.
+    Objects that other versions name too, as what differences refer to, are looked for in pins, in versions that others
+    share, and in the commits next to each, also of another attempt: a run has many blobs. Of all others, whole versions
+    count, and the states of each one's step.
     """
     ids = {commit.id for commit in going}
     others = Needs(repo)
@@ -234,7 +234,9 @@ def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
                 record = repo.catalog.commit(name).record
                 others.add_readable(record)
                 others.add(record.blobs)
-    others.add(_shared_with_others(repo, going))
+    for blob in _shared_with_others(repo, going):
+        with contextlib.suppress(IntegrityError, NotFound):
+            others.add_blob(blob)
     needs, sizes_bytes = Needs(repo, besides=others), []
     for commit in going:
         size_bytes = 0

@@ -127,6 +127,16 @@ def test_several_are_dropped_as_they_were_planned(store: Store, saved: Checkpoin
     assert store.verify(read_data=True).ok
 
 
+def test_an_exact_save_that_two_runs_share_is_not_freed(store: Store, saved: Checkpoints) -> None:
+    """Nor counted with what refers to it: the other run keeps it."""
+    saved.into(store, 2, 4, precision="delta8")
+    saved.into(store, 2, 6, run="other", precision="delta4")
+
+    dropped = store.drop_commits([], runs=["other"])
+
+    assert collect(store).bytes_freed == sum(commit.size_bytes for commit in dropped) > 0
+
+
 def test_none_of_several_is_dropped_if_one_is_not_found(three: Store) -> None:
     """Nor if one is in the trash already, or a record of the run cannot be read."""
     commit = three.drop("r@4").commit
