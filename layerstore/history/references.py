@@ -110,7 +110,7 @@ def locate(
 
 def _hint_at_dropped_step(repo: Repository, view: RunView, reference: Reference) -> str | None:
     """Return the hint for a step that only the trash has."""
-    if reference.step is None or any(row.step == reference.step for row in view.visible):
+    if reference.step is None or reference.back or any(row.step == reference.step for row in view.visible):
         return None
     dropped = [name for name in repo.trash.records() if (name.run, name.step) == (view.run, reference.step)]
     if len(dropped) > 1:
@@ -204,9 +204,10 @@ def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exceptio
     elsewhere = [row for row in view.visible if row.step == reference.step]
     if elsewhere:
         back = len(view.attempts) - 1 - view.attempts.index(elsewhere[-1].attempt)
+        attempt_named = f"{view.run}~{back}"
         return NotFound(
             f"{view.run}@{reference.step} belongs to an earlier attempt",
-            hint=f"{view.run}~{back}@{reference.step} names it",
+            hint=f'{attempt_named}@{reference.step} names it; in Python, resume(…, run="{attempt_named}") takes it',
         )
     rows = list(view.history(attempt))[::-1]
     steps = [str(row.step) for row in rows]

@@ -21,9 +21,11 @@ from layerstore.live.attachable import Attachable, Loading, trained_and_levels
 from layerstore.live.binding import wait_for_saves
 from layerstore.live.engine import set_random_state
 from layerstore.live.levels import open_levels
+from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange, log_nothing_yet, runs_here
 from layerstore.policy import Policy
 from layerstore.rank_options import AdamStep
+from layerstore.storage import RunView
 from layerstore.store import Store, StrPath, as_store
 
 
@@ -65,7 +67,7 @@ def resume(
     Fill *engine* from run *run* of *store*, at the engine's own world size: ``resume(engine, store, run="sft")``.
 
     ``resume(model, optimizer, store, run="sft")`` fills a module and its optimizer, on any mesh, whichever trainer
-    saved the commit.
+    saved the commit. ``run="sft~1"`` takes the attempt before the newest.
 
     None if the run has no commit yet, or *store* is a path without a store, as at the first launch; a line of the log
     says so. If *store* is a list of places, nearest first, the newest step that any of them has is taken, and read from
@@ -83,6 +85,7 @@ def resume(
     """
     trained, levels = trained_and_levels("resume", engine, optimizer, store)
     first_level = levels.first
+    attempt, run = run, run if "@" in run else run.partition("~")[0]
     trained.settle()  # first: the requested step may still be on its way to the store
     with closing(Exchange()) as exchange:
         opened = open_levels(exchange, levels, run).store
@@ -97,7 +100,7 @@ def resume(
                 log_nothing_yet(first_level, run)
             return None
         composite, commits = exchange.agree_on(
-            partial(_composite, opened, run, step=step, policy=policy, exact=exact, must_exist=must_exist),
+            partial(_composite, opened, run, attempt, step=step, policy=policy, exact=exact, must_exist=must_exist),
             _commit_of,
             may_be_late=opened.repo.aside.is_on_network,
         )
@@ -115,6 +118,8 @@ def resume(
         with exchange.raise_on_all(), naming_damage(opened.repo, composition, resumes=True):
             loading = trained.read(opened, composition, adam_step=adam_step, like=like, own_versions=own_versions)
         trained.fill(loading.fill, exchange)
+        if exchange.rank == 0 and step == "latest" and attempt == run:
+            _warn_of_further(opened.repo.catalog.view(run), composite.step)
     return _resumed(trained, composite, loading)
 
 
@@ -149,7 +154,8 @@ def check_run(store: Store | None, run: str) -> None:
         step = "" if reference.step is None else f", step={reference.step}"
         raise InvalidInput(
             f"{run!r} is not a run but a reference",
-            hint=f'run="{reference.name}"{step}; layerstore.transformers.checkpoint takes references',
+            hint=f'run="{run.partition("@")[0] if step else reference.name}"{step}; '
+            "layerstore.transformers.checkpoint takes references",
         )
     check_name(run, what="the run's name")
     if store is not None and run in store.repo.records.pin_names() and not store.repo.records.names(run):
@@ -159,15 +165,41 @@ def check_run(store: Store | None, run: str) -> None:
         )
 
 
+def _warn_of_further(view: RunView, step: int) -> None:
+    """Warn if an attempt from scratch was resumed, which is easily begun by mistake, and an earlier one got further."""
+    attempts = view.attempts
+    if view.fork_of(attempts[-1]) is not None:
+        return
+    for back, attempt in enumerate(reversed(attempts)):
+        newest = view.of_attempt(attempt)[-1]
+        if newest.step > step:
+            LOG.warning(
+                "attempt %d of %s began from scratch, and attempt %d goes on to step %d: resume(…, run=%r) takes that",
+                attempts[-1],
+                view.run,
+                attempt,
+                newest.step,
+                f"{view.run}~{back}",
+            )
+            return
+
+
 def _composite(
-    store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, exact: bool, must_exist: bool
+    store: Store,
+    run: str,
+    attempt: str,
+    *,
+    step: int | Literal["latest"],
+    policy: str | Policy,
+    exact: bool,
+    must_exist: bool,
 ) -> Composite | NotFound | None:
     store.repo.records.refresh()
     view = store.repo.catalog.find(run)
     if view is None or not view.rows:
         return NotFound(f"run {run!r} has no commit to resume from", hint=runs_here(store, run)) if must_exist else None
     try:
-        return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy, exact=exact)
+        return store.compose(attempt if step == "latest" else f"{attempt}@{step}", policy=policy, exact=exact)
     except NotFound as exc:
         return exc  # another host may see it already
 

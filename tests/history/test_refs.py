@@ -172,7 +172,8 @@ def test_a_step_of_an_abandoned_attempt_is_told_as_such(forked: Repository, step
     with pytest.raises(NotFound, match=f"sft@{step} belongs to an earlier attempt") as caught:
         resolve(forked, f"sft@{step}")
 
-    assert caught.value.hint == hint
+    name = hint.split("@", maxsplit=1)[0]
+    assert caught.value.hint == f'{hint}; in Python, resume(…, run="{name}") takes it'
     assert meant(forked, hint.split(maxsplit=1)[0])[1] == step
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import Conflict
+from layerstore.errors import Conflict, InvalidInput, NotFound
 from layerstore.live.resuming import Resumed
 from layerstore.live.saver import Saver
 from tests.live.module.alone import new, raw, slow_copies
@@ -348,3 +348,35 @@ def test_the_reader_loads_it_too(store: Path) -> None:
     state = everything(model, optimizers)
 
     assert other(as_reader_loads(store, "sft", state), state) == []
+
+
+def test_a_launch_without_resume_is_noticed_and_mended(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It begins an attempt, which is resumed from then on; the one that got further is named, and can be resumed."""
+    model, optimizers = new("adamw")
+    with layerstore.attach(model, optimizers, store, run="sft") as saver:
+        states = saves(saver, model, optimizers, range(1, 5))
+    model, optimizers = new("adamw", seed=7)
+    with layerstore.attach(model, optimizers, store, run="sft") as saver:
+        saves(saver, model, optimizers, range(1, 3))
+
+    caplog.clear()
+    assert resumed(store)[2].step == 2
+    assert "attempt 1 goes on to step 4: resume(…, run='sft~1') takes that" in caplog.text
+    with pytest.raises(NotFound, match="belongs to an earlier attempt") as caught:
+        resumed(store, step=4)
+    assert 'resume(…, run="sft~1") takes it' in str(caught.value.hint)
+    with pytest.raises(InvalidInput, match="is not a run but a reference") as wrong:
+        resumed(store, run="sft~1@3")
+    assert 'run="sft~1", step=3' in str(wrong.value.hint)
+
+    caplog.clear()
+    assert resumed(store, run="sft~1", step=3)[2].step == 3
+    model, optimizers, found = resumed(store, run="sft~1")
+    assert (found.run, found.step) == ("sft", 4)
+    weights = states[4]["model"]
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert "goes on to step" not in caplog.text
+    with layerstore.attach(model, optimizers, store, run="sft") as saver:
+        saver.save(5)
+    assert resumed(store)[2].step == 5
+    assert "goes on to step" not in caplog.text
