@@ -18,6 +18,7 @@ from layerstore.cli.render import (
     mark_as_answer,
     print_json,
     print_line,
+    print_note,
     print_paragraph,
     print_table,
     print_warning,
@@ -116,10 +117,17 @@ def gc(
         with shown_progress(as_json=as_json) as progress:
             # Others may have saved or dropped since the question: what goes beyond the plan is refused.
             outcome = collect(dry_run=dry_run, confirmed=plan, progress=progress)
+        # A bucket's trash goes by its age alone.
+        has_trash = not (as_json or outcome.bytes_freed or remote or opened_store.repo.remote)
+        dropped = opened_store.dropped() if has_trash else []
     if as_json:
         print_json(_fields(outcome, dry_run=dry_run))
     else:
         _print_result(outcome, is_done=not dry_run, pushed_to=pushed_to)
+        if dropped:
+            is_one = len(dropped) == 1
+            stay, them = ("stays", "it") if is_one else ("stay", "them")
+            print_note(f"{counted(len(dropped), 'dropped commit')} {stay} in the trash: --empty-trash removes {them}")
 
 
 def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None) -> bool:

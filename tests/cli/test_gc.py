@@ -183,3 +183,12 @@ def heard_until(terminal: int, end: bytes | None) -> bytes:
             break
         said += more
     return said
+
+
+def test_what_stays_in_the_trash_is_named_where_nothing_goes(run: Run, store: Path) -> None:
+    """Who has dropped commits for their room and collects is told why there is none yet."""
+    assert "stay" not in run("gc", "--store", store).out
+    run("drop", "sft@4", "--store", store)
+    for more in ([], ["--dry-run"]):
+        outcome = run("gc", *more, "--store", store)
+        assert outcome.out.endswith("1 dropped commit stays in the trash: --empty-trash removes it\n")
