@@ -42,7 +42,7 @@ def remote(
     Name the buckets that this store is pushed to and pulled from.
 
     Keys and endpoints are not stored: they come from the environment, as for the clouds' own tools.
-    Those that were pushed to by their URLs are listed, too, with - for a name.
+    Those that were pushed to or pulled from by their URLs are listed, too, with - for a name.
     Removing a remote forgets what was pushed to it, and does not touch the bucket.
 
     \b
@@ -79,7 +79,7 @@ def remote_names(store: "Store") -> dict[str, str]:
 
 
 def _unnamed(store: "Store") -> list[str]:
-    """Return the URLs that *store* was pushed to without a name."""
+    """Return the URLs without a name that *store* was pushed to or pulled from."""
     from layerstore.history import pushed_to
 
     named = store.remotes.urls().values()

@@ -59,7 +59,7 @@ def note_pushed(
     try:
         repo.rewrite(repo.layout.pushed, noted)
     except (StorageIO, Locked) as exc:  # a read-only store, say
-        warnings.warn(f"what was pushed is not noted here: {exc}", PushedNotice, stacklevel=3)
+        warnings.warn(f"what the remote has is not noted here: {exc}", PushedNotice, stacklevel=3)
 
 
 def forget_pushed(repo: Repository, url: str) -> bool:

@@ -20,7 +20,7 @@ from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.format import StoreIdentity
 from layerstore.hashing import NameHasher
-from layerstore.history import named_by, note_pushed, references_to, resolve
+from layerstore.history import named_by, note_pushed, pushed_to, references_to, resolve
 from layerstore.json_text import parse_json
 from layerstore.layers import typed
 from layerstore.layout import layout_at
@@ -228,15 +228,16 @@ class _Pull:
         self._objects = 0
         self._bytes_received = 0
         self._dropped: tuple[str, ...] = ()
-        self._common: list[CommitId] = []
-        """The requested commits, which both sides have in the end."""
+        self._there: list[CommitId] = []
+        """The requested commits, which the remote has."""
 
     def run(self, refs: Iterable[str] | None, runs: Iterable[str] | None) -> Pulled:
         """Fetch what is missing."""
         failures: Failures = {}
+        noted = pushed_to(self._repo).get(self._remote.url, frozenset())
         commits, pins = self._requested(refs, runs, failures)
         pulled = self.fetch(commits, pins, failures)
-        note_pushed(self._repo, self._remote.url, self._common)
+        note_pushed(self._repo, self._remote.url, self._there, before=noted if refs is None and runs is None else ())
         return pulled
 
     def fetch(self, commits: Sequence[Commit], pins: Sequence[Pin], failures: Failures) -> Pulled:
@@ -279,6 +280,7 @@ class _Pull:
             views = [view for run in wanted if (view := theirs.catalog.find(run)) is not None]
             visible = [row.name for view in views for row in view.visible]
             names = [name for name in visible if name not in dropped]
+            self._there = [name.id for name in visible]
             self._dropped = tuple(name.id for name in visible if name in dropped)
             damaged = [item for view in views for item in view.damaged.items() if item[0] not in dropped]
             lost = [(name, error) for name, error in damaged if not self._repo.records.is_there(name)]
@@ -294,7 +296,7 @@ class _Pull:
             commits = [commit for commit in resolved if commit.pin is None]
             names = [RecordName(commit.record.run, commit.record.step, commit.commit) for commit in commits]
             pins = [ref.pin for ref in resolved if ref.pin is not None]
-        self._common = [name.id for name in names]
+            self._there = [name.id for name in names]
         lacking = [theirs.catalog.commit(name) for name in sorted(names) if not self._repo.records.is_there(name)]
         missing = []
         for name in pins:

@@ -114,7 +114,9 @@ class Remotes:
             raise InvalidInput(f"{url} is remote {named[0]!r}", hint=f"layerstore remote remove {typed(named[0])}")
         self._repo.prepare_writing()
         if not forget_pushed(self._repo, url):
-            raise NotFound(f"nothing was pushed to {url}", hint="layerstore remote list lists the others")
+            raise NotFound(
+                f"nothing was pushed to {url}, or pulled from it", hint="layerstore remote list lists the others"
+            )
         return url
 
     def url(self, name: str | None = None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import layerstore
 from layerstore import Store
 from layerstore.errors import InvalidInput, NotFound
 from layerstore.history import note_pushed, pushed_to
@@ -124,6 +125,23 @@ def test_a_push_that_changes_no_note_writes_none(store: Store, saved: Checkpoint
 
     assert store.repo.files.identity(store.repo.layout.pushed) == before
     assert json.loads(Path(store.repo.layout.pushed).read_text()).keys() == {bucket.url}
+
+
+def test_a_whole_pull_notes_what_is_gone(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """And what is there and was dropped here; a pull of one run notes that alone."""
+    url = f"file://{tmp_path}/bucket"
+    saved.into(store, 2, 4)
+    store.push(url)
+    there = {entry.step: entry.commit for entry in store.log("r")}
+    store.drop("r@4")
+    with layerstore.open(url) as remote:
+        remote.drop("r@2")
+
+    store.pull(url, refs=["r@4"])
+    assert pushed_to(store.repo)[url] == {*there.values()}
+    store.drop("r@4")
+    store.pull(url)
+    assert pushed_to(store.repo)[url] == {there[4]}
 
 
 def test_what_was_pushed_is_forgotten_with_its_remote(store: Store) -> None:
