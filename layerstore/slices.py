@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from layerstore.dtypes import by_code
-from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
+from layerstore.errors import IntegrityError, Internal, LayoutMismatch, Unsupported
 from layerstore.framing import coded_frame, frame, slice_bytes
 from layerstore.model import BlobRef, Kind, LayerVersion, OwnVersion, Parameter, StoredObject, StoredTensor
 from layerstore.numbers import box_runs, can_convert
@@ -343,7 +343,8 @@ class Slices:
         if begin == end:
             return []
         row, stretches = self._row(kind, name, state), []
-        assert row.bounds[0] <= begin < end <= row.bounds[-1], "a rank asks for no slices but its own"
+        if not row.bounds[0] <= begin < end <= row.bounds[-1]:  # not asserted: python -O would load other bytes
+            raise Internal(f"{state or kind} of {name!r}: a rank asks for more than its own slice")
         at = bisect_right(row.bounds, begin) - 1
         while begin < end:
             stop = row.bounds[at + 1] if row.bounds[at + 1] < end else end

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import TypeVar, cast
 
 from layerstore.compose import Composition
-from layerstore.errors import LayerstoreError
+from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.format import Plain, decode_version, encode_blob, pack, ref_of, unpack
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.model import BlobRef, LayerEntry, LayerVersion, ObjectId, OwnVersion, StoredObject
@@ -57,6 +57,8 @@ def _messages(repo: Repository, layers: Sequence[Sequence[LayerEntry]], ranks: i
     for layer in layers:
         try:
             versions = {entry.version: repo.version(entry.version) for entry in layer}
+        except StorageIO:
+            break  # the store does not answer: each further version might wait as long, and all other ranks with it
         except LayerstoreError:
             continue
         # All of a layer or none: a rank compares what it knows of them.

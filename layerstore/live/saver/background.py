@@ -73,7 +73,8 @@ def referable_on_all(
     layers = [(entry,) for entry in place.inherited.values()]
     # A rank that may write any slice needs all of them.
     own = {} if shard is None else own_versions(exchange, repo, layers)
-    older, others = referable(replace(repo, own_versions=own), place, shard=shard, world_size=world_size)
+    with exchange.raise_on_all():
+        older, others = referable(replace(repo, own_versions=own), place, shard=shard, world_size=world_size)
     found = exchange.sums([float(layer in older) for layer in place.inherited])
     on_all = [layer for layer, count in zip(place.inherited, found, strict=True) if count == exchange.size]
     return {layer: older[layer] for layer in on_all}, others

@@ -1,5 +1,6 @@
 """What versions say about each rank's own slices: one rank reads each version, and tells the others."""
 
+import errno
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import layerstore
 from layerstore import Store
 from layerstore.compose import Composition
 from layerstore.dtypes import by_code
-from layerstore.errors import IntegrityError, LayoutMismatch
+from layerstore.errors import IntegrityError, Internal, LayoutMismatch, StorageIO
 from layerstore.format import encode_blob
 from layerstore.history import NextCommit, resolve
 from layerstore.live.ranks import Exchange, OwnVersions, own_versions, versions_to_load
@@ -170,9 +171,9 @@ def test_whoever_would_need_more_is_stopped(saved: Store) -> None:
     slices = Slices(told.values())
     name, parameter = next(iter(slices.parameters.items()))
 
-    with pytest.raises(AssertionError, match="its own"):
+    with pytest.raises(Internal, match="its own slice"):
         slices.pieces(Kind.MASTER, name, dtype="F32", offset=0)
-    with pytest.raises(AssertionError, match="its own"):
+    with pytest.raises(Internal, match="its own slice"):
         slices.stretches(Kind.MASTER, name, begin=0, end=1)
     assert prod(parameter.shape) > 1
 
@@ -281,3 +282,19 @@ def test_what_is_sent_arrives_or_is_refused(data: bytes) -> None:
     for place in (0, -1):
         with pytest.raises(IntegrityError, match="a message of rank 0 was damaged on its way"):
             Alone(place).deal([data])
+
+
+def test_a_store_that_does_not_answer_is_asked_once(saved: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other ranks wait for each further request, which may take minutes."""
+    composition, asked = saved.compose("r@2").composition, []
+
+    def silent(_: ObjectStore, ref: BlobRef) -> bytes:
+        asked.append(ref)
+        raise StorageIO("the bucket does not answer", errno=errno.EIO, filename="s3://bucket")
+
+    monkeypatch.setattr(ObjectStore, "read", silent)
+    exchange = InTurn(2)
+    exchange.rank = 0
+    own_versions(exchange, saved.repo, versions_to_load(composition))
+
+    assert len(asked) == 1
