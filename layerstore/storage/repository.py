@@ -247,6 +247,9 @@ def make_store(path: Path, files: Files, *, identity: StoreIdentity | None = Non
 def check_free(path: Path, files: Files) -> Layout:
     """Return the layout of a store that could be made at *path*; raises what `make_store` raises if it could not."""
     layout = layout_at(path)
+    if "~" in layout.root.parts:  # who removes such a folder by its name removes a home
+        hint = "write the path out; in Python, os.path.expanduser does"
+        raise InvalidInput(f"{path} has a folder called ~, which only a shell expands", hint=hint)
     if files.exists(layout.identity):
         raise AlreadyExists(
             f"{path} is a store already; nothing was changed", hint=f"layerstore log --store {typed(str(path))}"

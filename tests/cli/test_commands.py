@@ -169,6 +169,14 @@ def test_log_goes_on_after_one_commit_only(run: Run, store: Path, commit: str, c
     assert len(outcome.err.splitlines()) == 2
 
 
+def test_no_store_is_made_below_a_folder_called_by_the_sign_for_home(run: Run, tmp_path: Path) -> None:
+    """Quotes keep a shell from expanding it, and whoever tidied up with `rm -r ~` would lose a home."""
+    outcome = run("init", tmp_path / "~" / "store")
+
+    assert (outcome.code, "which only a shell expands" in outcome.err) == (2, True)
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_store_is_not_made_inside_another(run: Run, store: Path, tmp_path: Path) -> None:
     """Its files would be strangers there. And who looks beside a store is shown to it."""
     inside = run("init", store / "commits" / "mine")
