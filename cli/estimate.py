@@ -108,14 +108,14 @@ _COSTS: OptionTable = {
         "Say what it costs, by a price list in dollars: 0.023,2.50.",
     ),
 }
-"""The options for the costs of a run."""
+"""The options for what is kept of a run, and for what it costs."""
 
 TrainedType = Annotated[DTypeName | None, _option("--dtype", one_of(DTypeName), "What is trained in. [default: bf16]")]
 
 _PRECISION = {name: row for name, row in table_of(IngestOptions).items() if name in {"precision", "exact_every"}}
 
 
-@with_options("costs", _COSTS, panel="Costs")
+@with_options("costs", _COSTS, panel="What is kept, and costs")
 @with_options("precision", _PRECISION, panel="Precision")
 def estimate(
     model: ModelName = None,

@@ -414,7 +414,7 @@ def _only(engines: list[Any]) -> Any:
     if not engines:
         raise InvalidInput(
             "the Trainer does not train under DeepSpeed",
-            hint="pass TrainingArguments(deepspeed=CONFIG) with stage 1, 2 or 3, or fsdp=True",
+            hint="pass TrainingArguments(deepspeed=CONFIG) with stage 1, 2 or 3, or fsdp=True, which needs a GPU",
         )
     if len(engines) > 1:
         raise InvalidInput(
