@@ -43,6 +43,10 @@ def program() -> str | None:
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
+class Navigated(Exception):
+    """The page was loaded anew before it could answer."""
+
+
 class Browser:
     """A running browser."""
 
@@ -83,6 +87,8 @@ class Browser:
         while True:
             answer = self._next(time.monotonic() + _SECONDS_MAX)
             if answer.get("id") == self._number:
+                if "navigated" in answer.get("error", {}).get("message", ""):
+                    raise Navigated
                 assert "error" not in answer, answer
                 result: dict[str, Any] = answer["result"]
                 return result

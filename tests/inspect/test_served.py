@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from tests.inspect.chromium import Browser, Page, opened, program
+from tests.inspect.chromium import Browser, Navigated, Page, opened, program
 from tests.inspect.made_up import History, build
 from tests.inspect.test_page import HOSTILE, HOSTILE_RUN
 from tests.unit.checkpoints import Checkpoints
@@ -42,7 +42,10 @@ def wait_until(page: Page, expression: str) -> None:
     """Wait for what the page shows by itself."""
     end = time.monotonic() + SECONDS_MAX
     # In between the page is loaded anew, and has no picture.
-    while not page.look(f"(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()"):
+    while True:
+        with contextlib.suppress(Navigated):
+            if page.look(f"(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()"):
+                return
         assert time.monotonic() < end, page.text("body")
         time.sleep(0.1)
 
