@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import layerstore.coding.kernels  # noqa: F401  # before there is a limit: what is imported late needs descriptors, too
 from layerstore.disk import Files, OpenFile, no_hook
 from layerstore.errors import StorageIO
 from layerstore.limits import MIB
