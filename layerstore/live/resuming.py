@@ -69,13 +69,12 @@ def resume(
     ``resume(model, optimizer, store, run="sft")`` fills a module and its optimizer, on any mesh, whichever trainer
     saved the commit. ``run="sft~1"`` takes the attempt before the newest.
 
-    None if the run has no commit yet, or *store* is a path without a store, as at the first launch; a line of the log
-    says so. If *store* is a list of places, nearest first, the newest step that any of them has is taken, and read from
-    the nearest. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
-    newest step; otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from
-    *step*; with *exact*, the newest save up to *step* that was kept bit for bit takes its place. If DeepSpeed's
-    engine continues a commit of FSDP2, DeepSpeed's own state comes from the newest commit of DeepSpeed before it, or
-    from the one that *like* names, with its counters advanced.
+    None at the first launch, when there is no commit of the run, or no store at a path; a line of the log says so. If
+    *store* is a list of places, nearest first, the newest step that any of them has is taken, and read from the
+    nearest. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
+    newest step; otherwise it opens the next one. *policy* says which version of each layer to take, seen from *step*;
+    with *exact*, the newest save up to *step* that was kept bit for bit takes its place. If DeepSpeed continues a
+    commit of FSDP2, DeepSpeed's own state comes from its newest commit before, or from *like*, counters advanced.
 
     Raises:
         NotFound: There is no such step or, with *must_exist*, no commit or no store at all.
