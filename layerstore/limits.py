@@ -10,6 +10,10 @@ PAGE_BYTES = 4096
 # Large enough to be worth releasing the GIL and to amortize a call, small enough to stay in the L2 cache.
 IO_CHUNK_BYTES = 1 * MIB
 
+# What ingest reads, hashes and codes at once. Every step of coding takes the interpreter's lock once for a chunk: half
+# as much, and threads wait for it; twice as much, and nothing is left in the caches.
+SOURCE_CHUNK_BYTES = 2 * MIB
+
 # Objects up to this size are read, hashed and written as one piece of memory: a thousand ranks have a million of them.
 SMALL_OBJECT_BYTES = 4 * MIB
 

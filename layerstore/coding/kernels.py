@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layerstore.coding.spec import BLOCK, Error, NotCodable, Spec
+from layerstore.limits import SOURCE_CHUNK_BYTES
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -21,11 +22,8 @@ Images = npt.NDArray[np.int32]
 _Encode = Callable[[Floats, int, Floats, Bytes, Scales], np.int32]
 _Decode = Callable[[Bytes, Floats, int, Scales, Floats], None]
 
-_PIECE = 1 << 18
-"""
-Elements processed at once: a chunk of a file. Fewer would fit into the caches, but every call of numpy takes the
-interpreter's lock, and threads would wait for that longer than for memory.
-"""
+_PIECE = SOURCE_CHUNK_BYTES // 4
+"""Elements processed at once."""
 
 # An image is the bits of a float as an integer. Its upper half is a bfloat16.
 _INFINITY = 0x7F80_0000

@@ -20,7 +20,7 @@ from layerstore.errors import Overtaken, SourceCheckpoint, Unsupported
 from layerstore.format import encode_blob, ref_of
 from layerstore.framing import Frame, frame
 from layerstore.hashing import ObjectHasher, combine_crc32, crc32
-from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES, SMALL_OBJECT_BYTES
+from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, SMALL_OBJECT_BYTES, SOURCE_CHUNK_BYTES
 from layerstore.model import (
     BlobRef,
     CodingLoss,
@@ -100,7 +100,7 @@ class SourceReader:
         file, buffer = self._file(path), self._local.buffer
         end = offset + size_bytes
         while offset < end:
-            chunk = buffer[: min(IO_CHUNK_BYTES, end - offset)]
+            chunk = buffer[: min(SOURCE_CHUNK_BYTES, end - offset)]
             file.read_into(chunk, offset)
             yield chunk
             offset += len(chunk)
@@ -123,7 +123,7 @@ class SourceReader:
 
     def _file(self, path: Path) -> OpenedSource:
         if not hasattr(self._local, "files"):
-            self._local.files, self._local.buffer = {}, memoryview(bytearray(IO_CHUNK_BYTES))
+            self._local.files, self._local.buffer = {}, memoryview(bytearray(SOURCE_CHUNK_BYTES))
         files: dict[Path, tuple[OpenedSource, contextlib.ExitStack]] = self._local.files
         known = files.get(path)
         if known is None:
