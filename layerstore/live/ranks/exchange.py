@@ -10,9 +10,10 @@ and every rank draws the same conclusions from the same reports. A resume also s
 import json
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -42,9 +43,10 @@ class Exchange:
 
         # A program on one device need not have a process group.
         self._is_alone = not (dist.is_available() and dist.is_initialized())
-        self._group = None if self._is_alone else dist.new_group(backend="gloo")
         self.rank = 0 if self._is_alone else dist.get_rank()
         self.size = 1 if self._is_alone else dist.get_world_size()
+        with _warning_if_kept_waiting(self.rank, "attach() and resume()"):
+            self._group = None if self._is_alone else dist.new_group(backend="gloo")
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
@@ -175,6 +177,28 @@ class Exchange:
         return dealt
 
 
+@contextmanager
+def _warning_if_kept_waiting(rank: int, calls: str) -> Iterator[None]:
+    """Log a line if a block waits for a minute: the other ranks may never come, and nobody else would say why."""
+
+    def warn() -> None:
+        LOG.warning(
+            "rank %d has waited %.0f s for the other ranks: every rank has to call %s",
+            rank,
+            _SILENT_SECONDS_MAX,
+            calls,
+        )
+
+    timer = threading.Timer(_SILENT_SECONDS_MAX, warn)
+    timer.daemon = True
+    with suppress(RuntimeError):  # no thread is to be had; an error of this rank alone would strand the others
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _error_of_rank(kind: str, message: str, *, rank: int) -> LayerstoreError:
     """Return the error for *message*, which another *rank* raised as *kind*."""
     if kind == StorageIO.__name__:
@@ -235,7 +259,8 @@ def agree_on_save(exchange: Exchange, report: RankReport) -> RankReport:
         InvalidInput: A rank has another problem, or gradients are being accumulated.
         Conflict: The ranks are at different steps.
     """
-    reports = _exchanged(exchange, report)
+    with _warning_if_kept_waiting(exchange.rank, "save()"):
+        reports = _exchanged(exchange, report)
     for rank, other in enumerate(reports):
         if other.problem and other.is_mistyped:
             raise TypeError(f"{other.problem} (on rank {rank}); only plain values, tensors and numpy's can be kept")

@@ -1,11 +1,15 @@
 """What ranks report to each other and conclude from it, without a process group."""
 
+import time
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import Conflict, InvalidInput, StorageIO
+from layerstore.live.ranks import exchange
 from layerstore.live.ranks.exchange import (
     SAVES_MAX,
     TEXT_BYTES_MAX,
@@ -20,6 +24,7 @@ class Heard(Exchange):
     """An exchange that speaks for all ranks: each call is the next rank's, and hears those before it."""
 
     def __init__(self) -> None:
+        self.rank = 0
         self._tensors: list[torch.Tensor] = []
 
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -38,6 +43,26 @@ def agreed(*reports: RankReport) -> RankReport:
     for each in reports[:-1]:
         exchange_reports(ranks, each)
     return agree_on_save(ranks, reports[-1])
+
+
+class Kept(Heard):
+    """An exchange whose other ranks come only once the log has a line."""
+
+    def __init__(self, lines: Sequence[object]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        while not self._lines:
+            time.sleep(0.01)
+        return super()._gathered(mine)
+
+
+def test_a_rank_that_saves_alone_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where only rank 0 calls save, it waits for ever; after a while a line says for whom."""
+    monkeypatch.setattr(exchange, "_SILENT_SECONDS_MAX", 0.01)
+    agree_on_save(Kept(caplog.records), report())
+    assert caplog.messages == ["rank 0 has waited 0 s for the other ranks: every rank has to call save()"]
 
 
 @given(st.text(max_size=80))
