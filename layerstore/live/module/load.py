@@ -32,6 +32,9 @@ _IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differe
 _CLASS_SETTINGS = ("betas", "momentum")
 """Settings by which classes of optimizers differ."""
 
+_SCHEDULED = frozenset({"lr", "initial_lr", "betas", "momentum"})
+"""Settings that a schedule may have changed since the program began: that they differ is expected."""
+
 _MODEL_HINT = "resume into the model that was saved"
 
 
@@ -78,7 +81,7 @@ class ModuleLoad:
         self._weights = list(self._plan_weights()) if weights else []
         self._states = self._plan_states() if optimizer else {}
         self._groups = list(self._plan_groups()) if optimizer else []
-        self.notes = (*cautions(repo, composition, is_live=True), *notes, *self._lacking())
+        self.notes = (*cautions(repo, composition, is_live=True), *notes, *self._lacking(), *self._replaced())
         # Everything is planned before anything is read: a misfit costs no reading.
         self._boxes.read()
         own = engine.rank if len(self._base.states) == engine.world_size == self._base.world_size else 0
@@ -191,6 +194,14 @@ class ModuleLoad:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             yield f"the moments of {left[0]!r}{more} are left out: no optimizer trains it here"
 
+    def _replaced(self) -> Iterator[str]:
+        """Yield notes on settings of the program's param groups that saved ones replace."""
+        for number, (group, saved) in enumerate(zip(self._engine.groups(), self._groups, strict=False)):
+            for key in sorted(saved.keys() & group.keys() - _SCHEDULED):
+                own, kept = _setting(group[key]), _setting(saved[key])
+                if own != kept:
+                    yield f"{key} of param group {number} is {kept}, as it was saved, and not {own}"
+
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _revived(self, tree: Tree) -> Any:
@@ -268,6 +279,11 @@ def _moved(key: str, value: Any, parameter: torch.Tensor, *, counts_there: bool)
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _setting(value: Any) -> str:
+    """Return *value* as text: a setting may be a tensor."""
+    return str(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
 
 
 def _saved_names(versions: list[LayerVersion]) -> dict[str, str]:

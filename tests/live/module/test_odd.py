@@ -228,6 +228,24 @@ def test_an_optimizer_of_another_class_is_not_filled(store: Path) -> None:
         layerstore.resume(again, torch.optim.SGD(again.parameters(), lr=0.1), store, run="odd")
 
 
+def test_a_resume_names_the_settings_that_it_replaces(store: Path) -> None:
+    """As torch does; here two groups come to share the weight decay of the one that was saved."""
+    model, optimizer = built()
+    with layerstore.attach(model, optimizer, store, run="odd") as saver:
+        update(model, optimizer)
+        saver.save()
+    again, _ = built(seed=1)
+    first, *others = again.parameters()
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": others, "weight_decay": 0.0}]
+    its = torch.optim.AdamW(groups, lr=0.5)
+
+    found = layerstore.resume(again, its, store, run="odd")
+
+    assert found is not None
+    assert found.notes == ("weight_decay of param group 1 is 0.01, as it was saved, and not 0.0",)
+    assert [group["weight_decay"] for group in its.param_groups] == [0.01, 0.01]
+
+
 def test_a_buffer_of_another_shape_than_at_first_is_refused(store: Path) -> None:
     """At the save: every rank counts on the shapes that all have told."""
     model, optimizer = built()
