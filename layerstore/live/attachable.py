@@ -10,7 +10,7 @@ from layerstore.errors import InvalidInput
 from layerstore.live.binding import Binding
 from layerstore.live.engine import Engine
 from layerstore.live.levels import Levels, levels_of
-from layerstore.live.ranks import Exchange, OwnVersions
+from layerstore.live.ranks import Exchange
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store, StrPath
 
@@ -58,19 +58,10 @@ class Attachable(Protocol):
     def install(self) -> Callable[[], None]:
         """Make its own saves and loads use the store; return a function that undoes it."""
 
-    def own_versions(self, exchange: Exchange, store: Store, composition: Composition) -> OwnVersions:
-        """Return what versions of *composition* say about this rank's slices, if it needs no others. Collective."""
-
     def read(
-        self,
-        store: Store,
-        composition: Composition,
-        *,
-        adam_step: AdamStep,
-        like: str | None,
-        own_versions: OwnVersions,
+        self, exchange: Exchange, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None
     ) -> Loading:
-        """Read *composition*, but for *own_versions*, and check that it fits."""
+        """Read *composition* and check that it fits. Collective, but may raise on one rank alone."""
 
     def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
         """Call *fill* on all ranks. Collective."""

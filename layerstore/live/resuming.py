@@ -113,9 +113,8 @@ def resume(
             return None
         composition = composite.composition
         # Every rank has read and checked its part before any rank changes: a failed resume leaves all as they were.
-        own_versions = trained.own_versions(exchange, opened, composition)
         with exchange.raise_on_all(), naming_damage(opened.repo, composition, resumes=True):
-            loading = trained.read(opened, composition, adam_step=adam_step, like=like, own_versions=own_versions)
+            loading = trained.read(exchange, opened, composition, adam_step=adam_step, like=like)
         trained.fill(loading.fill, exchange)
         if exchange.rank == 0 and step == "latest" and attempt == run:
             _warn_of_further(opened.repo.catalog.view(run), composite.step)

@@ -9,9 +9,9 @@ from layerstore.compose import Composition
 from layerstore.live.binding import Binding
 from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine, checkpoint_engine_of
 from layerstore.live.deepspeed.engine import ZeroEngine
-from layerstore.live.deepspeed.load import Loaded, needs_own_slices
+from layerstore.live.deepspeed.load import Loaded, read_for
 from layerstore.live.engine import read_random_state
-from layerstore.live.ranks import Exchange, OwnVersions, own_versions, versions_to_load
+from layerstore.live.ranks import Exchange
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store
 from layerstore.zero3.trees import ENGINE_KEYS, TreeView
@@ -41,30 +41,12 @@ class AttachableEngine:
         self._loader.install(self.engine)
         return self._loader.uninstall
 
-    def own_versions(self, exchange: Exchange, store: Store, composition: Composition) -> OwnVersions:
-        """Return what versions of *composition* say about this rank's slices, if it needs no others. Collective."""
-        needs_all = not needs_own_slices(self.engine, composition)
-        return {} if needs_all else own_versions(exchange, store.repo, versions_to_load(composition))
-
     def read(
-        self,
-        store: Store,
-        composition: Composition,
-        *,
-        adam_step: AdamStep,
-        like: str | None,
-        own_versions: OwnVersions,
+        self, exchange: Exchange, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None
     ) -> "EngineLoad":
-        """Read *composition*, but for *own_versions*, and check that it fits."""
-        return EngineLoad(
-            self.engine,
-            self._loader,
-            store,
-            composition,
-            adam_step=adam_step,
-            like=like,
-            own_versions=own_versions,
-        )
+        """Read *composition* and check that it fits. Collective, but may raise on one rank alone."""
+        loaded, notes = read_for(self.engine, exchange, store, composition, adam_step=adam_step, like=like)
+        return EngineLoad(self.engine, self._loader, loaded, notes)
 
     def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
         """Call *fill*: DeepSpeed's own loader is collective and needs no help."""
@@ -80,29 +62,9 @@ class EngineLoad:
     """A composite for one rank of an engine."""
 
     def __init__(
-        self,
-        engine: ZeroEngine,
-        loader: StoreCheckpointEngine,
-        store: Store,
-        composition: Composition,
-        *,
-        adam_step: AdamStep,
-        like: str | None,
-        own_versions: OwnVersions,
+        self, engine: ZeroEngine, loader: StoreCheckpointEngine, loaded: Loaded, notes: tuple[str, ...]
     ) -> None:
-        """Read and check it; raises as `Loaded.check_fits` does."""
-        self._engine, self._loader = engine, loader
-        self._loaded = loaded = Loaded(
-            store,
-            composition,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            stage=engine.stage,
-            adam_step=adam_step,
-            like=like,
-            own_versions=own_versions,
-        )
-        self.notes = loaded.check_fits(engine)
+        self._engine, self._loader, self._loaded, self.notes = engine, loader, loaded, notes
         state = loaded.load.state
         self.random_state = read_random_state(state, loaded.load.content, rank=engine.rank)
 

@@ -15,7 +15,7 @@ from layerstore.errors import Unsupported
 from layerstore.live.binding import Binding, binding_of, wait_for_saves
 from layerstore.live.deepspeed.capture import SavedStates, capture
 from layerstore.live.deepspeed.engine import ZeroEngine, engine_with
-from layerstore.live.deepspeed.load import Loaded, needs_own_slices, whole_weights
+from layerstore.live.deepspeed.load import Loaded, read_for, whole_weights
 from layerstore.live.engine import Captured
 from layerstore.live.pointer_files import (
     check_same,
@@ -25,7 +25,7 @@ from layerstore.live.pointer_files import (
     store_of,
     write_pointer,
 )
-from layerstore.live.ranks import Exchange, own_versions, versions_to_load
+from layerstore.live.ranks import Exchange
 from layerstore.live.saver import Saver
 from layerstore.store import Store
 from layerstore.zero3 import Pointer, read_pointer
@@ -227,18 +227,8 @@ class StoreCheckpointEngine:
     def _read(self, exchange: Exchange, pointer: Pointer, store: Store, composition: Composition) -> Loaded:
         """Read and check this rank's part of *composition*, to which *pointer* leads. Collective."""
         engine = self._known_engine()
-        needs_all = not (self._is_whole and needs_own_slices(engine, composition))
-        own = {} if needs_all else own_versions(exchange, store.repo, versions_to_load(composition))
         with exchange.raise_on_all(), naming_damage(store.repo, composition):
-            loaded = Loaded(
-                store,
-                composition,
-                rank=engine.rank,
-                world_size=engine.world_size,
-                stage=engine.stage,
-                own_versions=own,
-            )
-            notes = loaded.check_fits(engine, is_whole=self._is_whole)
+            loaded, notes = read_for(engine, exchange, store, composition, is_whole=self._is_whole)
         engine.warn(pointer.name, *notes)
         return loaded
 

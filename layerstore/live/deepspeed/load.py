@@ -19,7 +19,7 @@ from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
 from layerstore.live.deepspeed.capture import SavedStates
 from layerstore.live.deepspeed.engine import ZeroEngine
 from layerstore.live.engine import Maker, bytes_of, empty, revive
-from layerstore.model import BlobRef, OwnVersion
+from layerstore.live.ranks import Exchange, OwnVersions, own_versions, versions_to_load
 from layerstore.rank_options import AdamStep
 from layerstore.shards import RankLoad
 from layerstore.store import Store
@@ -47,7 +47,7 @@ class Loaded:
         stage: int | None = None,
         adam_step: AdamStep = "unify",
         like: str | None = None,
-        own_versions: Mapping[BlobRef, OwnVersion] = MappingProxyType({}),
+        own_versions: OwnVersions = MappingProxyType({}),
     ) -> None:
         """
         Plan the load for *rank* of *world_size* under ZeRO *stage*; None means the stage that saved it.
@@ -142,7 +142,39 @@ class Loaded:
             )
 
 
-def needs_own_slices(engine: ZeroEngine, composition: Composition) -> bool:
+def read_for(
+    engine: ZeroEngine,
+    exchange: Exchange,
+    store: Store,
+    composition: Composition,
+    *,
+    is_whole: bool = True,
+    adam_step: AdamStep = "unify",
+    like: str | None = None,
+) -> tuple[Loaded, tuple[str, ...]]:
+    """
+    Return *composition* as *engine* loads it, and the notes of `Loaded.check_fits`. Collective.
+
+    Raises as `Loaded` and its `check_fits` do, maybe on one rank alone.
+    """
+    own: OwnVersions = {}
+    if is_whole and _needs_own_slices(engine, composition):
+        # First, since the other ranks would wait here for one that has failed before.
+        own = own_versions(exchange, store.repo, versions_to_load(composition))
+    loaded = Loaded(
+        store,
+        composition,
+        rank=engine.rank,
+        world_size=engine.world_size,
+        stage=engine.stage,
+        adam_step=adam_step,
+        like=like,
+        own_versions=own,
+    )
+    return loaded, loaded.check_fits(engine, is_whole=is_whole)
+
+
+def _needs_own_slices(engine: ZeroEngine, composition: Composition) -> bool:
     """Whether each rank of *engine* needs of *composition* the slices that it saved itself, and no others."""
     base = composition.base
     # Under stages 1 and 2 every rank needs all weights.

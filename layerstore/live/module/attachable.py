@@ -8,7 +8,7 @@ from layerstore.live.binding import Binding
 from layerstore.live.log import LOG
 from layerstore.live.module.engine import ModuleEngine
 from layerstore.live.module.load import ModuleLoad
-from layerstore.live.ranks import Exchange, OwnVersions
+from layerstore.live.ranks import Exchange
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store
 
@@ -37,22 +37,11 @@ class AttachableModule:
         """Do nothing, since a module makes no saves of its own; return a function that does nothing, too."""
         return lambda: None
 
-    def own_versions(self, exchange: Exchange, store: Store, composition: Composition) -> OwnVersions:
-        """Return nothing: on another mesh a rank may need any slice."""
-        del exchange, store, composition
-        return {}
-
     def read(
-        self,
-        store: Store,
-        composition: Composition,
-        *,
-        adam_step: AdamStep,
-        like: str | None,
-        own_versions: OwnVersions,
+        self, exchange: Exchange, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None
     ) -> ModuleLoad:
         """Read *composition* and check that it fits."""
-        assert not own_versions, "it has told that it needs all"
+        del exchange  # on another mesh a rank may need any slice, so each reads all versions itself
         if like is not None:
             raise InvalidInput("like= is for DeepSpeed's engine: a module needs none of DeepSpeed's own state")
         return ModuleLoad(self.engine, store, composition, adam_step=adam_step)
