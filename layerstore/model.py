@@ -187,9 +187,6 @@ class LayerVersion:
 class OwnVersion(LayerVersion):
     """A version of which only the objects of one rank are known, and those that all ranks share; never written."""
 
-    shard: int
-    """The rank."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobRef:

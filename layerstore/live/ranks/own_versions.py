@@ -36,7 +36,7 @@ def own_versions(exchange: Exchange, repo: Repository, layers: Sequence[Sequence
     with exchange.raise_on_all():
         for message in exchange.deal(messages):
             for name, size_bytes, data in cast("list[tuple[ObjectId, int, bytes]]", unpack(message, what="a message")):
-                found[BlobRef(id=name, size_bytes=size_bytes)] = _of_rank(rank, data)
+                found[BlobRef(id=name, size_bytes=size_bytes)] = _own(data)
     return found
 
 
@@ -87,6 +87,6 @@ def _taken_apart(version: LayerVersion, ranks: int) -> Iterator[bytes]:
         yield encode_blob(replace(version, objects=tuple(of_rank), references=older))
 
 
-def _of_rank(rank: int, data: bytes) -> OwnVersion:
+def _own(data: bytes) -> OwnVersion:
     version = decode_version(data, ref=ref_of(data))
-    return OwnVersion(shard=rank, **{field.name: getattr(version, field.name) for field in fields(version)})
+    return OwnVersion(**{field.name: getattr(version, field.name) for field in fields(version)})
