@@ -35,11 +35,12 @@ class _OfThread(Exchange):
         self.rank, self.size = rank, size
         self._together = together
 
-    def deal(self, messages: Sequence[bytes]) -> list[bytes]:
-        return [of_rank[self.rank] for of_rank in self._together.gathered(self.rank, messages)]
-
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         return self._together.gathered(self.rank, mine)
+
+    def _dealt(self, mine: torch.Tensor, dealt: torch.Tensor, sizes: list[int], sizes_dealt: list[int]) -> torch.Tensor:
+        parts = self._together.gathered(self.rank, torch.split(mine, sizes))
+        return torch.cat([of_rank[self.rank] for of_rank in parts], out=dealt)
 
 
 class InTurn(Exchange):

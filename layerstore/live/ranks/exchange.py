@@ -117,11 +117,13 @@ class Exchange:
         """
         import torch
 
-        sealed = [data + digest(data) for data in messages]
-        sizes = torch.tensor(list(map(len, sealed)), dtype=torch.int64)
-        of_one = [1] * len(sealed)
-        sizes_dealt = self._dealt(sizes, of_one, of_one).tolist()
-        data = self._dealt(torch.frombuffer(bytearray().join(sealed), dtype=torch.uint8), sizes.tolist(), sizes_dealt)
+        sizes = torch.tensor([len(data) + DIGEST_BYTES for data in messages], dtype=torch.int64)
+        of_one = [1] * len(messages)
+        sizes_dealt = self._dealt(sizes, torch.empty_like(sizes), of_one, of_one).tolist()
+        with self.raise_on_all():  # else a rank without the memory would leave the others waiting for its data
+            sealed = bytearray().join(data + digest(data) for data in messages)
+            dealt = torch.empty(sum(sizes_dealt), dtype=torch.uint8)
+        data = self._dealt(torch.frombuffer(sealed, dtype=torch.uint8), dealt, sizes.tolist(), sizes_dealt)
         received = [part.numpy().tobytes() for part in torch.split(data, sizes_dealt)]
         for rank, part in enumerate(received):
             if digest(part[:-DIGEST_BYTES]) != part[-DIGEST_BYTES:]:
@@ -167,12 +169,14 @@ class Exchange:
         dist.all_gather(gathered, mine, group=self._group)
         return gathered
 
-    def _dealt(self, mine: "torch.Tensor", sizes: list[int], sizes_dealt: list[int]) -> "torch.Tensor":
+    def _dealt(
+        self, mine: "torch.Tensor", dealt: "torch.Tensor", sizes: list[int], sizes_dealt: list[int]
+    ) -> "torch.Tensor":
+        """Send *sizes* elements of *mine* to each rank; return *dealt*, filled with what all have sent to this one."""
         import torch.distributed as dist
 
         if self._is_alone:
             return mine
-        dealt = mine.new_empty(sum(sizes_dealt))
         dist.all_to_all_single(dealt, mine, sizes_dealt, sizes, group=self._group)
         return dealt
 

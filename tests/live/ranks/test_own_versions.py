@@ -1,6 +1,8 @@
 """What versions say about each rank's own slices: one rank reads each version, and tells the others."""
 
 import errno
+import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -269,7 +271,7 @@ class Alone(Exchange):
         super().__init__()
         self._place = place
 
-    def _dealt(self, mine: torch.Tensor, sizes: list[int], sizes_dealt: list[int]) -> torch.Tensor:
+    def _dealt(self, mine: torch.Tensor, dealt: torch.Tensor, sizes: list[int], sizes_dealt: list[int]) -> torch.Tensor:
         if mine.dtype == torch.uint8 and self._place is not None:
             mine[self._place] ^= 1
         return mine
@@ -282,6 +284,24 @@ def test_what_is_sent_arrives_or_is_refused(data: bytes) -> None:
     for place in (0, -1):
         with pytest.raises(IntegrityError, match="a message of rank 0 was damaged on its way"):
             Alone(place).deal([data])
+
+
+def test_a_rank_without_memory_leaves_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so before the others wait for what it has to send."""
+    together, calls, empty = Together(2), itertools.count(), torch.empty
+
+    def made(*sizes: int, **options: Any) -> torch.Tensor:
+        if next(calls) == 0:
+            raise MemoryError("no room")
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", made)
+    with ThreadPoolExecutor(2) as pool:
+        dealing = [pool.submit(together.of(rank).deal, [b"a", b"b"]) for rank in range(2)]
+        errors = sorted(str(each.exception()) for each in dealing)
+
+    assert errors[0] == "no room"
+    assert re.fullmatch(r"rank [01]: no room", errors[1])
 
 
 def test_a_store_that_does_not_answer_is_asked_once(saved: Store, monkeypatch: pytest.MonkeyPatch) -> None:
