@@ -77,8 +77,7 @@ class Saver:
         places: Sequence[str],
     ) -> None:
         self._engine = engine
-        self.store = store
-        self._repo = store.repo
+        self.store, self._repo = store, store.repo
         self.run = run
         self.options = options
         self._attempt_lock = attempt
@@ -90,21 +89,24 @@ class Saver:
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
         with exchange.raise_on_all():
             self._pool = Pool(pool_bytes(engine, options.host_buffer), pinned=is_cuda)
-        self._is_closed = False
         self._session = open_session(exchange, self._repo)
         self._following = Following(store, near, options.keep, run=run, places=places, commits=self._is_first)
-        refers = None if options.precision == "exact" else (engine.shard, engine.world_size)
         self._background = Background(
             self._repo if near is None else near.repo,
             self._pool,
             self._copier,
             commits=self._is_first,
             following=self._following,
-            refers=refers,
+            refers=None if options.precision == "exact" else (engine.shard, engine.world_size),
         )
-        policy = chosen_policy(options.policy)
-        self._schedule = Schedule.after(place, policy, run=run, referable=self._background.begin_at(place, exchange))
-        self._movements = MovementWatch(self.exchange) if getattr(policy, "measures", False) else None
+        try:
+            referable = self._background.begin_at(place, exchange)
+        except BaseException:  # the engine trains on as if nobody had attached
+            self._background.close(at_once=True)
+            self._repo.parts.close_session(self._session, is_over=False)
+            raise
+        self._schedule = Schedule.after(place, chosen_policy(options.policy), run=run, referable=referable)
+        self._movements = MovementWatch(self.exchange) if getattr(self._schedule.policy, "measures", False) else None
         self._jobs: deque[Job] = deque()
         """Saves whose outcome is still unknown."""
         self._over = Status()
@@ -112,7 +114,7 @@ class Saver:
         self._tight: list[Job] = []
         """Saves since the last update for whose copies some rank may lack room; the same on every rank."""
         self._last = LastSave(place.after)
-        self._saves = self._updates = 0
+        self._is_closed, self._saves, self._updates = False, 0, 0
         self.step_of: Callable[[], int] = lambda: engine.step
         """Returns the step of a save that the engine itself makes; trainers replace it by their own count."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)

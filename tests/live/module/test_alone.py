@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ from torch import nn
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import Conflict, InvalidInput, NotFound
+from layerstore.errors import Conflict, InvalidInput, NotFound, StorageIO
 from layerstore.live.resuming import Resumed
-from layerstore.live.saver import Saver
+from layerstore.live.saver import Saver, background
 from tests.live.module.alone import new, raw, slow_copies
 from tests.live.module.models import Optimizers, as_reader_loads, everything, other, train
 
@@ -336,6 +338,26 @@ def test_two_savers_at_once_are_refused(store: Path) -> None:
         pytest.raises(Conflict, match="'sft' is attached already"),
     ):
         layerstore.attach(model, optimizers, store, run="other")
+
+
+def test_a_saver_that_cannot_start_leaves_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread and no session: training goes on as if nobody had attached, and may attach again."""
+    model, optimizers = new()
+    with layerstore.attach(model, optimizers, store, run="sft") as saver:
+        saves(saver, model, optimizers, range(1))
+    before = set(threading.enumerate())
+
+    def unreadable(*_: object, **__: object) -> None:
+        raise StorageIO("the disk does not answer", errno=errno.EIO, filename="objects")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(background, "referable", unreadable)
+        with pytest.raises(StorageIO, match="the disk does not answer"):
+            layerstore.attach(model, optimizers, store, run="sft", precision="delta8", keep=Keep(last=1))
+
+    assert set(threading.enumerate()) <= before
+    assert list((store / "parts").iterdir()) == []
+    layerstore.attach(model, optimizers, store, run="sft").close()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
