@@ -125,9 +125,8 @@ def gc(
     else:
         _print_result(outcome, is_done=not dry_run, pushed_to=pushed_to)
         if dropped:
-            is_one = len(dropped) == 1
-            stay, them = ("stays", "it") if is_one else ("stay", "them")
-            print_note(f"{counted(len(dropped), 'dropped commit')} {stay} in the trash: --empty-trash removes {them}")
+            commits, them = _staying(len(dropped), "dropped commit")
+            print_note(f"{commits} in the trash: --empty-trash removes {them}")
 
 
 def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None) -> bool:
@@ -170,9 +169,9 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None)
         print_paragraph(f"{'left' if is_done else 'would leave'} the trash: {shown(some(outcome.dropped))}", indent=2)
     unpushed = sum(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
     if unpushed and pushed_to is not None:
-        stay, them = ("stays", "it") if unpushed == 1 else ("stay", "them")
+        commits, them = _staying(unpushed, "commit")
         push = with_store(f"layerstore push {typed(pushed_to)}")
-        print_line(f"{counted(unpushed, 'commit')} {stay} because {shown(pushed_to)} lacks {them}: {push}")
+        print_line(f"{commits} because {shown(pushed_to)} lacks {them}: {push}")
     for note in outcome.notes:
         print_warning(note)
     if outcome.young.count:
@@ -181,6 +180,12 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None)
     if outcome.waiting.count:
         later = "on a network filesystem the next gc removes them"
         print_paragraph(f"moved aside: {_amount(outcome.waiting)}; {later}", indent=2)
+
+
+def _staying(count: int, noun: str) -> tuple[str, str]:
+    """Return *count* with its noun and that they stay, and the pronoun for them."""
+    stay, them = ("stays", "it") if count == 1 else ("stay", "them")
+    return f"{counted(count, noun)} {stay}", them
 
 
 def _line(fate: "CommitFate") -> list[str]:
