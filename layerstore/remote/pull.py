@@ -234,10 +234,11 @@ class _Pull:
     def run(self, refs: Iterable[str] | None, runs: Iterable[str] | None) -> Pulled:
         """Fetch what is missing."""
         failures: Failures = {}
-        noted = pushed_to(self._repo).get(self._remote.url, frozenset())
+        is_whole = refs is None and runs is None
+        before = pushed_to(self._repo).get(self._remote.url, frozenset()) if is_whole else ()
         commits, pins = self._requested(refs, runs, failures)
         pulled = self.fetch(commits, pins, failures)
-        note_pushed(self._repo, self._remote.url, self._there, before=noted if refs is None and runs is None else ())
+        note_pushed(self._repo, self._remote.url, self._there, before=before)
         return pulled
 
     def fetch(self, commits: Sequence[Commit], pins: Sequence[Pin], failures: Failures) -> Pulled:

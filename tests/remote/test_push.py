@@ -398,7 +398,7 @@ def test_what_a_remote_lacks_stays(store: Store, saved: Checkpoints, bucket: Buc
 
 
 def test_a_damaged_note_of_what_was_pushed(store: Store, saved: Checkpoints, bucket: Bucket) -> None:
-    """It is told, and the next push writes it anew."""
+    """It is told, once, and the next push or pull writes it anew."""
     saved.into(store, 2)
     store.push(bucket.url)
     store.repo.layout.pushed.write_text("[]")
@@ -406,6 +406,11 @@ def test_a_damaged_note_of_what_was_pushed(store: Store, saved: Checkpoints, buc
         assert [entry.pushed for entry in store.log()] == [()]
     with pytest.warns(PushedNotice):
         store.push(bucket.url)
+    assert [entry.pushed for entry in store.log()] == [(bucket.url,)]
+    store.repo.layout.pushed.write_text("[]")
+    with pytest.warns(PushedNotice) as told:
+        store.pull(bucket.url, refs=["r@2"])
+    assert len(told) == 1
     assert [entry.pushed for entry in store.log()] == [(bucket.url,)]
 
 
