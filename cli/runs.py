@@ -57,7 +57,8 @@ def runs(
         raise InvalidInput(f"two places were given: {place} and --store {named}", hint="leave one of them out")
     with opened(place or store) as opened_store:
         lines = opened_store.overview()
-        names = remote_names(opened_store)
+        is_pushed = any(pushed.step is not None for line in lines for pushed in line.pushed)
+        names = remote_names(opened_store) if is_pushed else {}
         dropped = sorted({name.run for name in opened_store.repo.trash.records()} - {line.run for line in lines})
     if as_json:
         print_json({"runs": [json_fields(line) for line in lines]})

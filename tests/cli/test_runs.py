@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 import layerstore
 from layerstore.tree import Tree
 from tests.cli.conftest import Run
@@ -63,3 +65,16 @@ def test_no_run_is_no_failure_but_two_stores_are(run: Run, store: Path, tmp_path
     assert run("runs", tmp_path / "empty").out == "no runs yet\n"
     assert run("runs", tmp_path / "empty", "--json").fields["runs"] == []
     assert run("runs", tmp_path / "empty", "--store", store).err.startswith("error: two places were given: ")
+
+
+@pytest.mark.filterwarnings("always::layerstore.history.PushedNotice")
+def test_a_damaged_note_of_pushes_is_told_once(run: Run, store: Path, tmp_path: Path) -> None:
+    """The table has the remote all the same."""
+    run("remote", "add", "origin", (tmp_path / "bucket").as_uri(), "--store", store)
+    run("push", "--store", store)
+    (store / "pushed.json").write_text("[]")
+
+    outcome = run("runs", "--store", store)
+
+    assert outcome.err.count("so what was pushed is not known") == 1
+    assert outcome.out.splitlines()[1].split()[-2:] == ["no", "ok"]
