@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from layerstore.coding import CODINGS
 from layerstore.errors import LayerstoreError, NotFound
 from layerstore.history import Resolved, newest_exact, reference_to, saves_below
-from layerstore.model import CommitRecord, Kind, LayerEntry, LayerVersion
+from layerstore.model import CommitRecord, Kind, LayerEntry, LayerVersion, OwnVersion
 from layerstore.storage import RecordRow, Repository
 
 
@@ -31,9 +31,15 @@ def inexact(
         (entry, {Kind.MASTER}) for parts in averaged.values() for entry, _ in parts
     ]
     for entry, kinds in used:
-        coded = _bits(repo.version_of(entry)) if entry.compact else {}
-        for kind in coded.keys() & (kinds if moments else kinds - {Kind.OPTIMIZER}):
+        if not entry.compact:
+            continue
+        version = repo.version_of(entry)
+        coded = _bits(version)
+        of_use = coded.keys() & (kinds if moments else kinds - {Kind.OPTIMIZER})
+        for kind in of_use:
             bits[kind] = min(coded[kind], bits.get(kind, coded[kind]))
+        # A rank that knows its own slices alone may have none of a small layer; the record counts it for all ranks.
+        if of_use or isinstance(version, OwnVersion):
             names.add(entry.layer)
     if not bits:
         return None

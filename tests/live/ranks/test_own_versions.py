@@ -223,6 +223,20 @@ def test_damage_in_what_only_a_comparison_needs_does_not_matter(saved: Store) ->
     assert loaded(saved, composition, 1, told) == loaded(saved, composition, 1, {})
 
 
+def test_all_ranks_say_the_same_of_layers_that_some_have_nothing_of(store: Store, tmp_path: Path) -> None:
+    """Of a layer with fewer numbers than ranks some rank has no slice, and yet it was not kept bit for bit."""
+    checkpoints = Checkpoints(tmp_path / "made", hidden=2, vocab=64, world_size=RANKS)
+    checkpoints.into(store, 1)
+    checkpoints.into(store, 2, precision="delta8")
+    composition = store.compose("r").composition
+    ranks = Ranks(store, composition)
+    told = [ranks.told(rank) for rank in range(RANKS)]
+
+    assert {all(version.objects for version in own.values()) for own in told} == {True, False}
+    said = {loaded(store, composition, rank, own)[1] for rank, own in enumerate(told)}
+    assert said == {loaded(store, composition, 0, {})[1]}
+
+
 def test_a_slice_of_another_length_is_refused(saved: Store) -> None:
     """As that of a whole layer is: its place would be another."""
     composition = saved.compose("r@2").composition
