@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Sample large matrices, and let all processes share what was compiled or generated, apart from the user's own."""
     config.pluginmanager.register(sampling)
     config.pluginmanager.register(tiers)
+    # A process that is aborted leaves its stacks in what it has written.
+    os.environ["PYTHONFAULTHANDLER"] = "1"
     # Most tests wait for a disk to sync what nobody will read again. What wants a disk makes itself one.
     if (folder := memory()) is not None and shutil.disk_usage(folder).free >= MEMORY_BYTES_MIN:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folder))

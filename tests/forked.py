@@ -30,7 +30,7 @@ from typing import Any
 
 from tests.environment import REPOSITORY
 from tests.hosts import Host, enter
-from tests.ranks.launch import cpu_environment, free_port
+from tests.ranks.launch import cpu_environment, end_of, free_port
 
 MARK = "@rank "
 POLL_SECONDS = 0.02
@@ -95,8 +95,8 @@ class Launch:
                     os.kill(event["pid"], signal.SIGKILL)
 
     def tail(self) -> str:
-        """Return the end of the log."""
-        return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else "(no log)"
+        """Return the end of the log, with the stacks of an aborted rank."""
+        return end_of(self.log) if self.log.exists() else "(no log)"
 
     def __enter__(self) -> Launch:
         return self

@@ -26,7 +26,7 @@ from tests.deepspeed.compare import file_tree
 from tests.deepspeed.scenarios import WORLD_SIZE
 from tests.environment import REPOSITORY
 from tests.forked import nursery
-from tests.ranks.launch import cpu_environment, free_port, search_path
+from tests.ranks.launch import cpu_environment, end_of, free_port, search_path
 
 HERE = Path(__file__).parent
 
@@ -187,6 +187,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def tail(log: Path, size_bytes_max: int = 8000) -> str:
+def tail(log: Path) -> str:
     """Return the end of *log*, with its path."""
-    return f"the end of {log}:\n" + log.read_bytes()[-size_bytes_max:].decode(errors="replace")
+    return f"the end of {log}:\n{end_of(log, 8000)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -124,6 +125,17 @@ def ended(options: Any) -> None:
     if options["how"] == "exception":
         raise RuntimeError("the training has a bug")
     dist.destroy_process_group()
+
+
+def aborted(_: Any) -> None:
+    """The last rank is aborted, and the others have much to say after that."""
+    if dist.get_rank() == 1:
+        os.abort()
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    sys.stdout.write("others have the last word\n" * 1000)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def left_alone(options: Any) -> None:

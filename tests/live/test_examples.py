@@ -16,7 +16,7 @@ import pytest
 import layerstore
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, stop, train
 from tests.live.cases import BUCKET, EXAMPLES, EXAMPLES_FOLDER
-from tests.ranks.launch import cpu_environment, free_port
+from tests.ranks.launch import cpu_environment, end_of, free_port
 from tests.remote.servers import credentials, seaweedfs
 
 pytestmark = pytest.mark.timeout(3 * LAUNCH_SECONDS_MAX)
@@ -136,7 +136,7 @@ def test_a_job_that_is_ended_goes_on(tmp_path: Path) -> None:
 
     assert {str(newest)} == told
     with (tmp_path / "second.log").open("wb") as log, job(tmp_path, steps=newest + 2, log=log) as process:
-        assert process.wait(LAUNCH_SECONDS_MAX) == 0
+        assert process.wait(LAUNCH_SECONDS_MAX) == 0, end_of(tmp_path / "second.log")
     steps = re.findall(r"^step (\d+):", (tmp_path / "second.log").read_text(), re.MULTILINE)
     assert steps == [str(newest + 1), str(newest + 2)]
 
@@ -158,5 +158,5 @@ def wait_for(words: str, log: Path) -> None:
     """Return once *log* says *words*."""
     deadline = time.monotonic() + LAUNCH_SECONDS_MAX
     while words not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()[-2000:]
+        assert time.monotonic() < deadline, end_of(log)
         time.sleep(0.2)

@@ -154,11 +154,21 @@ def test_a_process_that_ends_takes_no_save_along(how: str, ranks: Nursery, store
     assert steps(store) == [2]
 
 
+def test_a_rank_that_is_aborted_leaves_its_stack(ranks: Nursery, tmp_path: Path) -> None:
+    """A test that fails for it shows where that was, whatever others say afterwards."""
+    with ranks.launch(f"{PROGRAMS}:aborted", {}, folder=tmp_path, name="aborted") as launch:
+        assert launch.statuses() == [0, -6]
+
+    assert "Fatal Python error: Aborted" in launch.tail()
+    assert "in aborted" in launch.tail()
+    assert "others have the last word" in launch.tail()
+
+
 def test_leaving_a_block_by_an_exception(ranks: Nursery, store: Path, tmp_path: Path) -> None:
     """A rank that is alone does not wait for ever; where all live, the last save is still made."""
     options = {"store": str(store)}
     with ranks.launch(f"{PROGRAMS}:left_alone", options, folder=tmp_path, name="alone") as alone:
-        assert alone.statuses() == [0, 0]
+        alone.done()
     assert one(alone, "left")["seconds"] < 60
     assert steps_or_none(store) == []
 

@@ -16,7 +16,7 @@ from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, stop
 from tests.environment import REPOSITORY
 from tests.live.cases import EXAMPLES_FOLDER
 from tests.live.test_examples import wait_for
-from tests.ranks.launch import cpu_environment
+from tests.ranks.launch import cpu_environment, end_of
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -45,7 +45,7 @@ def test_workers_that_fail_are_replaced_and_go_on(tmp_path: Path) -> None:
         try:
             wait_for("step 4:", log)
             os.kill(int(workers(log, rank=1)[0]), signal.SIGKILL)
-            assert process.wait(LAUNCH_SECONDS_MAX) == 0, log.read_text()[-4000:]
+            assert process.wait(LAUNCH_SECONDS_MAX) == 0, end_of(log)
         finally:
             stop(process)
 

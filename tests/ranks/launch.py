@@ -23,6 +23,11 @@ POLL_SECONDS = 0.1
 
 TAIL_LINES = 15
 
+_CRASH, _AFTER_STACKS = "Fatal Python error", "\nExtension modules: "
+"""What Python's faulthandler writes around the stacks of a process that is aborted."""
+
+_STACKS_MAX = 20_000
+
 Event = dict[str, Any]
 """A rank's message: its ``kind``, and facts that JSON can hold."""
 
@@ -93,6 +98,16 @@ def _tail(log: Path) -> list[str]:
         if "torch/distributed/elastic" in line or "failed (exitcode" in line:
             return lines[max(0, index - TAIL_LINES) : index] or lines[-TAIL_LINES:]
     return lines[-TAIL_LINES:]
+
+
+def end_of(log: Path, chars: int = 6000) -> str:
+    """Return the end of *log* and, if a rank was aborted before, its stacks, which much that others say may follow."""
+    text = log.read_text(errors="replace")
+    _, crash, stacks = text.partition(_CRASH)
+    end = text[-chars:]
+    if not crash or crash in end:
+        return end
+    return f"{crash}{stacks.partition(_AFTER_STACKS)[0][:_STACKS_MAX]}\n[…]\n{end}"
 
 
 def cpu_environment() -> dict[str, str]:
