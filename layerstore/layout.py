@@ -12,6 +12,7 @@ from layerstore.errors import InvalidInput
 if TYPE_CHECKING:  # building the model's classes would take too long for shell completion
     from layerstore.model import CommitId, ObjectId, StrPath
 
+IDENTITY = "store.json"
 OBJECT_ID = re.compile(r"[0-9a-f]{32}")
 MARK_PREFIX = ".layerstore-"
 """Of files that ranks make for a moment where a store may be made, to find out which of them see the same folder."""
@@ -27,7 +28,7 @@ class Layout:
     @cached_property
     def identity(self) -> Path:
         """The file that makes a folder a store."""
-        return self.root / "store.json"
+        return self.root / IDENTITY
 
     @cached_property
     def objects(self) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NoStore, StorageIO
+from layerstore.layout import IDENTITY
 from layerstore.limits import IO_CHUNK_BYTES
 
 _UNFINISHED = "gc/unfinished"
@@ -67,7 +68,7 @@ class Folder:
     def _check_free(self, path: Path) -> None:
         """Raise AlreadyExists if *path* holds other things and no store: nobody could tell them apart later."""
         names = set(self._files.names(path))
-        if names and names.isdisjoint({*_TOP, "store.json"}):
+        if names and names.isdisjoint({*_TOP, IDENTITY}):
             raise AlreadyExists(
                 f"{path} is not empty: it holds {min(names)!r}; nothing was sent", hint="name an empty or new folder"
             )

@@ -8,11 +8,12 @@ from functools import partial
 from layerstore.check import Damage, Fetched, Repaired, Verdict, verify_store
 from layerstore.errors import IntegrityError, NotFound
 from layerstore.format import stated_flags
+from layerstore.layout import IDENTITY
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX
 from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
 from layerstore.remote.bucket import Bucket, Chunks
-from layerstore.remote.identity import IDENTITY, identity_of, pushed_records, records_in
+from layerstore.remote.identity import identity_of, pushed_records, records_in
 from layerstore.remote.mirror import Remote, reread
 from layerstore.remote.push import chunks_of
 from layerstore.storage import Repository

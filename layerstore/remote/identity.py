@@ -16,14 +16,13 @@ from layerstore.errors import AlreadyExists, Conflict, IntegrityError, NotFound
 from layerstore.format import StoreIdentity
 from layerstore.history import PushedNotice, named_by
 from layerstore.layers import typed
+from layerstore.layout import IDENTITY
 from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_GRACE_SECONDS, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, LISTED_AT_ONCE, OBJECT_FOLDERS, Bucket
 from layerstore.remote.folder import Listed
 from layerstore.storage import RecordName, Repository, name_in
 from layerstore.threads import Threads
-
-IDENTITY = "store.json"
 
 
 def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
