@@ -8,7 +8,6 @@ A store may be migrated while somebody has it open. So a writer rereads ``store.
 and fails if the format has changed.
 """
 
-import contextlib
 import errno as errnos
 import itertools
 import os
@@ -35,6 +34,7 @@ from layerstore.layout import RECORD_NAME, Layout
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
+from layerstore.storage.no_store import no_store_at
 
 # Records that are read to find out which store they belong to: few, as every command that fails reads them.
 _RECORDS_READ_MAX = 16
@@ -58,31 +58,8 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
         sign = sign_of_a_store(layout, files)
         if sign is not None:
             raise lost_identity(path, sign)
-        inside = _store_inside(path, layout, files)
-        raise NoStore(
-            f"there is no store at {path}",
-            hint=f"name the one inside it: --store {typed(str(inside))}" if inside else _makes_one(path, layout, files),
-            path=str(path),
-            can_be_made=inside is None,
-        )
+        raise no_store_at(path, layout, files)
     return files.read(layout.identity, size_bytes_max=OWN_JSON_BYTES_MAX)
-
-
-def _store_inside(path: Path, layout: Layout, files: Files) -> Path | None:
-    """Return the store that a user who expected one at *path* may mean; None if there is none."""
-    with contextlib.suppress(StorageIO):  # an unreadable folder yields no hint
-        for name in ("store", ".layerstore"):
-            if files.exists(layout.root / name / layout.identity.name):
-                return path / name
-    return None
-
-
-def _makes_one(path: Path, layout: Layout, files: Files) -> str:
-    """Return a hint for a user who expected a store at *path*: `init` refuses a folder with other content."""
-    with contextlib.suppress(StorageIO):
-        if not files.exists(layout.root) or (files.is_directory(layout.root) and not files.names(layout.root)):
-            return f"layerstore init {typed(str(path))}, or name yours with --store"
-    return "name yours with --store; layerstore init makes one in a new or empty folder"
 
 
 def sign_of_a_store(layout: Layout, files: Files) -> str | None:

@@ -1,0 +1,37 @@
+"""The error for a path without a store: its hint names a store nearby, or the command that makes one."""
+
+import contextlib
+from pathlib import Path
+
+from layerstore.disk import Files
+from layerstore.errors import NoStore, StorageIO
+from layerstore.layers import typed
+from layerstore.layout import Layout
+
+
+def no_store_at(path: Path, layout: Layout, files: Files) -> NoStore:
+    """Return the error for a user who expected a store at *path*, which is the root of *layout*."""
+    inside = _store_inside(path, layout, files)
+    return NoStore(
+        f"there is no store at {path}",
+        hint=f"name the one inside it: --store {typed(str(inside))}" if inside else _makes_one(path, layout, files),
+        path=str(path),
+        can_be_made=inside is None,
+    )
+
+
+def _store_inside(path: Path, layout: Layout, files: Files) -> Path | None:
+    """Return the store that a user who expected one at *path* may mean; None if there is none."""
+    with contextlib.suppress(StorageIO):  # an unreadable folder yields no hint
+        for name in ("store", ".layerstore"):
+            if files.exists(layout.root / name / layout.identity.name):
+                return path / name
+    return None
+
+
+def _makes_one(path: Path, layout: Layout, files: Files) -> str:
+    """Return a hint for a user who expected a store at *path*: `init` refuses a folder with other content."""
+    with contextlib.suppress(StorageIO):
+        if not files.exists(layout.root) or (files.is_directory(layout.root) and not files.names(layout.root)):
+            return f"layerstore init {typed(str(path))}, or name yours with --store"
+    return "name yours with --store; layerstore init makes one in a new or empty folder"
