@@ -156,6 +156,10 @@ def _check_number(options: IngestOptions, *, several: bool, is_open: bool) -> No
         raise InvalidInput(
             "--tag chooses one checkpoint; --all and --watch take every one", hint="leave one of them out"
         )
+    if options.step is not None and several:
+        raise InvalidInput(
+            f"--step {options.step} was given with several checkpoints: each has its own", hint="name one checkpoint"
+        )
     if options.pin is not None and several:
         raise InvalidInput(f"--pin {options.pin} was given with several checkpoints: a pin means one commit")
     if options.opens_attempt and several:
@@ -219,12 +223,15 @@ def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
 
 def _named(checkpoints: list[Path], *, tag: str | None, follow: bool, is_dcp: bool) -> "Iterator[Checkpoint]":
     """Yield *checkpoints* in step order; if there are several, the first only once all of them have been found."""
-    from layerstore.zero3 import discover
+    from layerstore.source import real_path
+    from layerstore.zero3 import discover, distributed_at
 
     # A shell sorts checkpoint-1000 before checkpoint-200.
     in_order = sorted(checkpoints, key=lambda path: natural(str(path)))
     for checkpoint in in_order if len(in_order) > 1 and not is_dcp else []:
-        discover(checkpoint, tag=tag, follow=follow)
+        folder = real_path(checkpoint)
+        if not (folder.is_dir() and distributed_at(folder)):
+            discover(checkpoint, tag=tag, follow=follow)
     yield from ((checkpoint, tag) for checkpoint in in_order)
 
 

@@ -30,7 +30,7 @@ def several_distributed(path: Path) -> LayerstoreError | None:
     if not checkpoints:
         return None
     names = f"{', '.join(checkpoint.name for checkpoint in checkpoints[:10])}{' …' if len(checkpoints) > 10 else ''}"
-    hint = f"name one: layerstore ingest {typed(str(checkpoints[-1]))}"
+    hint = f"name one, or several: layerstore ingest {typed(str(checkpoints[-1]))}"
     return SourceCheckpoint(f"{path} holds distributed checkpoints: {names}", hint=hint)
 
 

@@ -96,6 +96,22 @@ def test_without_a_step_it_is_refused(store: Store, tmp_path: Path) -> None:
     assert snapshot(store) == before
 
 
+def test_several_go_in_the_order_of_their_numbers(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As DeepSpeed's do; one step is of one of them."""
+    folders = [str(tmp_path / "run" / f"step-{step}") for step in (10, 9)]
+    for folder, step in zip(folders, (10, 9), strict=True):
+        save({**trained(), "step": step}, checkpoint_id=folder)
+    words = ["--store", str(store.path), "ingest", *folders, "--run", "sft"]
+
+    assert main([*words, "--step", "9"]) == 2
+    assert "--step 9 was given with several checkpoints" in capsys.readouterr().err
+    assert main([*words, "--json"]) == 0
+    commits = json.loads(capsys.readouterr().out)["commits"]
+    assert [commit["step"] for commit in commits] == [9, 10]
+
+
 # -- its slices --------------------------------------------------------------------------------------------------------
 
 

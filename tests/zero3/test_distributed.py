@@ -54,13 +54,13 @@ def test_deepspeeds_reader_names_the_command_that_takes_it(tmp_path: Path, form:
 @pytest.mark.fault(150)
 @pytest.mark.parametrize("look", [discover, open_folder])
 def test_the_parent_of_several_names_them_and_a_command(out: Path, look: Callable[[Path], object]) -> None:
-    """One at a time."""
+    """And the newest as an example."""
     with pytest.raises(
         SourceCheckpoint, match="holds distributed checkpoints: checkpoint-500, checkpoint-1000"
     ) as refused:
         look(out)
 
-    assert refused.value.hint == f"name one: layerstore ingest {out / 'checkpoint-1000'}"
+    assert refused.value.hint == f"name one, or several: layerstore ingest {out / 'checkpoint-1000'}"
 
 
 def test_a_tag_that_is_asked_for_changes_nothing(out: Path) -> None:
