@@ -292,7 +292,7 @@ def _print_plan(
     fields: dict[str, object],
     as_json: bool,
 ) -> None:
-    """Print the files that there would be; of shards, which save each layer comes from."""
+    """Print the files that there would be; of what training resumes from, also which save each layer comes from."""
     from layerstore.assemble import ExportPlan
 
     if not isinstance(plan, ExportPlan):
@@ -307,10 +307,16 @@ def _print_plan(
     fields |= {"format": into.name, "dtype": plan.dtype, "files": [file.path for file in plan.files]}
     fields |= {"bytes_written": 0, "seconds": 0.0}
     if not _print_warnings_and_json(composite, plan.notes, fields, as_json=as_json):
+        has_optimizer = into.name != "hf"
+        if has_optimizer:
+            _print_layers(composite)
+            print_line()
         columns = [Column("FILE", folds=True), Column("SIZE", "right")]
         rows = ([file.path, size(file.size_bytes)] for file in plan.files)
         print_table(columns, rows, total=["total", size(plan.size_bytes)])
         print_line()
+        if has_optimizer:
+            _print_mixture(composite, adam_step=getattr(into, "adam_step", None))
         print_line(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {outcome}")
 
 

@@ -279,6 +279,17 @@ def test_compose_dry_run_prints_the_plan_and_writes_nothing(run: Run, store: Pat
     assert run("compose", "--dry-run", "--store", store, "--json").fields["dry_run"] is True
 
 
+@pytest.mark.parametrize("format_", ["dcp", "universal"])
+def test_a_dry_run_for_another_trainer_lists_layers_before_files(run: Run, store: Path, format_: str) -> None:
+    """As for DeepSpeed's shards: which save each layer comes from, and how old it is."""
+    outcome = run("compose", "sft@4", "--policy", "parity", "--format", format_, "--dry-run", "--store", store)
+
+    layers, files, facts = outcome.out.split("\n\n")
+    assert {row.split()[1] for row in layers.splitlines()[1:6]} == {"sft@2", "sft@4"}
+    assert files.startswith("FILE ")
+    assert "oldest layer: " in facts
+
+
 def test_compose_for_other_ranks_says_what_does_not_carry_over(run: Run, store: Path, tmp_path: Path) -> None:
     """Notes are warnings for people and a field for programs, also of a dry run; the plan names the ranks."""
     words = ("compose", "sft@2", "--world-size", "3", "--store", store)
