@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layerstore.arguments import check_effect
 from layerstore.cli.commands import About
 from layerstore.cli.options import (
     DEFAULT_STORE,
@@ -155,6 +156,7 @@ def estimate(
     """
     from layerstore.inspect import Training, estimate_saves
 
+    check_effect(precision)
     chosen = _model(model, params=params, layers=layers, store=store)
     given: dict[str, Any] = {
         "--world-size": world_size or chosen.world_size,

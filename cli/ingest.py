@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import layerstore
+from layerstore.arguments import check_effect
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened, read_settings, table_of, with_options
 from layerstore.cli.policy import with_settings
@@ -113,6 +114,7 @@ def ingest(
     several = is_open or len(checkpoints) > 1
     options = read_settings(IngestOptions, options)
     ingest_options = IngestOptions(**options)
+    check_effect(options)
     _check_number(ingest_options, several=several, is_open=is_open)
     saved: list[Ingested] = []
     problems: list[tuple[Path, LayerstoreError]] | None = [] if is_open else None

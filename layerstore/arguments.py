@@ -90,6 +90,16 @@ def check_arguments(function: Any, *positional: object, **named: object) -> None
         for value in bound[name] if is_many else (bound[name],):
             if not _fits(value, kinds[name]):
                 raise _misfit(_callee(function), name, value, kinds[name])
+    check_effect(bound)
+
+
+def check_effect(given: Collection[str]) -> None:
+    """Raise InvalidInput if one of the options *given*, by name, has no effect without another."""
+    if "exact_every" in given and "precision" not in given:
+        raise InvalidInput(
+            "exact_every has no effect without a precision: every save is exact",
+            hint="add a precision, such as delta8, or leave exact_every out",
+        )
 
 
 def _bound(function: Any, *positional: object, **named: object) -> dict[str, Any]:

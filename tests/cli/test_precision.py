@@ -41,6 +41,7 @@ def test_an_ingest_says_how_many_layers_are_compact(run: Run, saved: Path) -> No
         (("--precision", "delta9"), "'delta9' is not one of 'exact', 'moments8', 'delta8', 'delta4'"),
         (("--exact-every", "0"), "exact_every is 0: every Nth version of a layer is exact, N at least 1"),
         (("--exact-every", "often"), "invalid count 'often' for --exact-every"),
+        (("--exact-every", "10"), "exact_every has no effect without a precision: every save is exact"),
     ],
 )
 def test_a_precision_that_means_nothing_is_refused_in_one_line(

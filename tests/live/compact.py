@@ -93,7 +93,10 @@ def resumed_from(engine: Engine, store: str, name: str) -> None:
 
 def refused(engine: Engine, store: str) -> None:
     """Ask for what there is not."""
-    wrong: dict[str, dict[str, Any]] = {"precision": {"precision": "delta9"}, "exact_every": {"exact_every": 0}}
+    wrong: dict[str, dict[str, Any]] = {
+        "precision": {"precision": "delta9"},
+        "exact_every": {"precision": "delta8", "exact_every": 0},
+    }
     for name, options in wrong.items():
         attempt(partial(layerstore.attach, engine, store, run="wrong", **options), name)
     train(engine, 1, name="wrong")

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeAlias
 
 import pytest
@@ -81,6 +82,7 @@ def test_the_usual_mistakes_say_what_is_possible(owners: Owners) -> None:
     """Rules as a number, a step as a reference, one run as a list, a misspelt name, one too many."""
     store = owners[Store]
     assert isinstance(store, Store)
+    attached = {"engine": object(), "optimizer": [SimpleNamespace(param_groups=[])], "store": store, "run": "sft"}
     mistakes: list[tuple[Callable[..., object], dict[str, object], str, str]] = [
         (store.gc, {"keep": 3}, "keep is 3", "layerstore.Keep(last=3)"),
         (store.gc, {"grace_seconds": float("nan")}, "grace_seconds is nan", "None"),
@@ -102,6 +104,7 @@ def test_the_usual_mistakes_say_what_is_possible(owners: Owners) -> None:
         (layerstore.init, {"path": None}, "init: path is None, but must be text or a path", ""),
         (layerstore.resume, {"engine": object(), "store": store, "run": "sft"}, "object is not a DeepSpeed engine", ""),
         (layerstore.resume, {"engine": object(), "store": store, "run": 3}, "resume: run is 3, but must be text", ""),
+        (layerstore.attach, attached | {"exact_every": 10}, "exact_every has no effect", "such as delta8"),
     ]
 
     for method, arguments, message, hint in mistakes:
