@@ -83,6 +83,8 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
         assert opened.store is not None, "it was made"
         if opened.near is not None and exchange.rank == 0:
             LOG.info("the ranks of each node save to %s first", levels.first)
+        if exchange.rank == 0:
+            _warn_of_exact_saves(options)
         attempt = AttemptLock(exchange, opened.store.repo, run=run)
         # If a later step fails, the earlier ones are undone: the engine trains on as if nobody had attached.
         with ExitStack() as unless_made:
@@ -109,6 +111,29 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
         exchange.close()
         raise
     return saver
+
+
+def _warn_of_exact_saves(options: SaverOptions) -> None:
+    """Warn if *keep* will remove every exact save: the collection that does says so only when it is gone."""
+    keep, every = options.keep, options.exact_every
+    if options.precision == "exact" or options.places or keep is None or keep.last is None:
+        return
+    if keep.every is not None or keep.within is not None or keep.best is not None:
+        return  # these may keep one
+    if every is None:
+        LOG.warning(
+            "Keep(last=%d) removes the first save, and only that is exact: then no resume is bit for bit; a pin "
+            "keeps it",
+            keep.last,
+        )
+    elif keep.last < every:
+        LOG.warning(
+            "Keep(last=%d) removes each exact save before the next, as one in %d is exact: then no resume is bit for "
+            "bit; Keep(last=%d) or a pin keeps one",
+            keep.last,
+            every,
+            every,
+        )
 
 
 def _release(trained: Attachable, uninstall: Callable[[], None], attempt: int | None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import layerstore
-from layerstore import Conflict, LayoutMismatch, Unsupported
+from layerstore import Conflict, Keep, LayoutMismatch, Unsupported
 from tests.live.module.alone import raw, slow_copies
 from tests.live.module.models import other
 
@@ -292,3 +292,25 @@ def test_a_training_without_fp32_is_kept_exactly_and_says_so_once(
     assert [bool(saved.layers_compact) for saved in kept] == [False, not count, not count]
     with layerstore.open(store) as opened:
         assert [entry.precision for entry in opened.log()] == [compact, compact, "exact"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"keep": Keep(last=3)}, "Keep(last=3) removes each exact save before the next, as one in 10 is exact"),
+        ({"keep": Keep(last=3), "exact_every": None}, "Keep(last=3) removes the first save, and only that is exact"),
+        ({"keep": Keep(last=3), "exact_every": 3}, ""),
+        ({"keep": Keep(last=3, every=100)}, ""),
+        ({"keep": Keep(last=3), "precision": "exact"}, ""),
+    ],
+)
+def test_a_saver_that_will_keep_no_exact_save_says_so_at_once(
+    store: Path, settings: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The collection that removes the last one would say so too late."""
+    model, optimizer = built()
+    with layerstore.attach(model, optimizer, store, run="sft", **{"precision": "delta8", **settings}):
+        pass
+
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line[: len(said)] for line in warned] == ([said] if said else [])
