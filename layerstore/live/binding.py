@@ -5,9 +5,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from layerstore.compose import Composition, compose_latest
-from layerstore.errors import Conflict
+from layerstore.errors import Conflict, LayerstoreError
 from layerstore.history import Resolved
 from layerstore.limits import LOAD_WAIT_SECONDS
+from layerstore.live.log import LOG, one_line
 from layerstore.live.saver import Saver
 from layerstore.store import Store
 
@@ -19,6 +20,8 @@ class Binding:
     saver: Saver | None = None
     """The saver that is attached."""
     store_id: str = ""
+    place: str = ""
+    """What people call that store: its folder or URL."""
     composition: Composition | None = None
     """The composite that the engine was filled with or has saved last, in the store *store_id*."""
     is_half_loaded: bool = False
@@ -30,7 +33,8 @@ class Binding:
 
     def hold(self, store: Store, composition: Composition) -> None:
         """Record that the engine holds *composition* of *store*."""
-        self.store_id, self.composition, self.is_half_loaded = store.id, composition, False
+        self.store_id, self.place = store.id, store.repo.name
+        self.composition, self.is_half_loaded = composition, False
 
     def begin_load(self) -> None:
         """Record that a load begins: until it completes, and if it is not from a store, no commit is known."""
@@ -58,11 +62,16 @@ class Binding:
         if attempt is None or saver is None:
             self.composition = None
             return
-        saver.store.repo.records.refresh()  # the other ranks have not made these commits themselves
-        view = saver.store.repo.catalog.find(saver.run)
-        rows = [] if view is None else view.of_attempt(attempt)
-        if rows and not self.is_half_loaded:
-            self.hold(saver.store, compose_latest(Resolved.of_commit(saver.store.repo.catalog.commit(rows[-1].name))))
+        repo = saver.store.repo
+        try:
+            repo.records.refresh()  # the other ranks have not made these commits themselves
+            view = repo.catalog.find(saver.run)
+            rows = [] if view is None else view.of_attempt(attempt)
+            if rows and not self.is_half_loaded:
+                self.hold(saver.store, compose_latest(Resolved.of_commit(repo.catalog.commit(rows[-1].name))))
+        except LayerstoreError as exc:  # no reason to end a training that has come to its end
+            self.composition = None
+            LOG.error("what was saved last cannot be read: %s; the next saver begins a new attempt", one_line(exc))
 
 
 # Weak, so that a binding does not keep an engine, and its memory on the device, alive.

@@ -62,7 +62,7 @@ class AttachableModule:
             raise
         saver, held = self.binding.saver, self.binding.composition
         if held is not None and self.engine.rank == 0:
-            LOG.info("loaded %s@%d", held.base.run, held.base.step)
+            LOG.info("loaded %s@%d from %s", held.base.run, held.base.step, self.binding.place)
         if saver is not None:
             saver.rebase_on(self.binding.composition_in(saver.store))
 

@@ -205,8 +205,9 @@ class Background:
                 pin(self._repo, job.commit, job.joint)
             self._following.visible()
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
-            job.failure = job.failure or one_line(exc)
-            LOG.error("%s", job.failure)
+            if not job.failure:  # else the thread that writes has logged it
+                job.failure = one_line(exc)
+                LOG.error("%s", job.failure)
             if isinstance(exc, InheritedLayerLost):
                 self._inherited, self.has_lost_base = {}, True
         finally:

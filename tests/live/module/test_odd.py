@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,47 @@ def test_a_saver_that_will_keep_no_exact_save_says_so_at_once(
 
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line[: len(said)] for line in warned] == ([said] if said else [])
+
+
+def test_a_resume_says_from_where(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of several stores that may have the run."""
+    model, optimizer = built()
+    update(model, optimizer)
+    with layerstore.attach(model, optimizer, store, run="sft") as saver:
+        saver.save(1)
+    layerstore.resume(*built(1), store, run="sft")
+
+    assert f"loaded sft@1 from {store}" in caplog.messages
+
+
+def test_a_save_that_failed_is_logged_once(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the thread that wrote it, and not again by the one that commits."""
+    model, optimizer = built()
+    with layerstore.attach(model, optimizer, store, run="sft", precision="delta8") as saver:
+        update(model, optimizer)
+        saver.save(1)
+        saver.wait()
+        with torch.no_grad():
+            model.scale.fill_(float("nan"))
+        saver.save(2)
+        saver.wait()
+
+    assert len([line for line in caplog.messages if "cannot be kept compactly" in line]) == 1
+
+
+def test_a_training_whose_store_was_removed_comes_to_its_end(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each failed save is a line, and so is that the next saver knows of none; then there is a new store."""
+    model, optimizer = built()
+    with layerstore.attach(model, optimizer, store, run="sft") as saver:
+        saver.save(1)
+        saver.wait()
+        shutil.rmtree(store)
+        saver.save(2)
+
+    said = "\n".join(record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert said.startswith("step 2 was not saved: ")
+    assert f"what was saved last cannot be read: there is no store at {store}; the next saver begins a new" in said
+    with layerstore.attach(model, optimizer, store, run="sft") as saver:
+        saver.save(3)
+    with layerstore.open(store) as opened:
+        assert [entry.step for entry in opened.log()] == [3]
