@@ -1,5 +1,6 @@
 """``layerstore runs``: a line for each run."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,8 +22,9 @@ from layerstore.cli.render import (
     some,
     with_store,
 )
-from layerstore.errors import InvalidInput
+from layerstore.errors import InvalidInput, NoStore
 from layerstore.json_fields import json_fields
+from layerstore.layers import is_name, typed
 from layerstore.units import size
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ def runs(
       layerstore runs
       layerstore runs --json
     """
+    if place is not None and is_name(place) and not Path(place).exists():  # as other commands take a run
+        raise NoStore(
+            f"there is no store at {place}; runs takes the place of a store",
+            hint=f"layerstore log {typed(place)} lists the saves of a run",
+        )
     named = named_store()
     if place is not None and named is not None and place != named:
         raise InvalidInput(f"two places were given: {place} and --store {named}", hint="leave one of them out")

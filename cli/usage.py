@@ -1,8 +1,9 @@
 """Usage errors in our own words, with a hint."""
 
+import contextlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from typer.exceptions import TyperException
@@ -96,11 +97,25 @@ def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
             return f"{named}; {problem.hint}" if problem.hint and not is_missing else named
     if is_missing and problem.facts.get("path") == str(DEFAULT_STORE) and _is_store("."):
         return "this folder is a store itself: --store ."
+    if is_missing and problem.facts.get("inside"):
+        return f"name the one inside it: --store {typed(str(problem.facts['inside']))}"
+    if not problem.facts.get("can_be_made"):
+        return problem.hint
     command = next((word for word in words if word in COMMANDS), None)
     makes_one = command is not None and about(command).section in {"Save", "Elsewhere"}
-    if problem.facts.get("can_be_made") and not makes_one:
-        return "name yours with --store or LAYERSTORE_STORE"
-    return problem.hint
+    path, yours = problem.facts.get("path"), "name yours with --store or LAYERSTORE_STORE"
+    if makes_one:
+        # Of a folder, the library's own hint ends in "name yours", which in Python is an argument.
+        yours = f"{problem.hint} with --store" if path else str(problem.hint)
+    return did_you_mean(_stores_beside(Path(str(path))) if path else (), else_=yours)
+
+
+def _stores_beside(path: Path) -> Iterator[str]:
+    """Yield, as an option each, the stores in the folder of *path* whose names resemble it."""
+    with contextlib.suppress(OSError):
+        for name in nearest(path.name, (entry.name for entry in path.parent.iterdir())) if path.name else ():
+            if _is_store(str(path.with_name(name))):
+                yield f"--store {typed(str(path.with_name(name)))}"
 
 
 def _is_store(word: str) -> bool:

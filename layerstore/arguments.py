@@ -36,6 +36,7 @@ _REFERENCE = 'as text: "RUN@STEP", "RUN" or a pin\'s name'
 _HINTS = {
     **dict.fromkeys(("ref", "a", "b", "good", "bad", "since", "onto", "resumed_from"), _REFERENCE),
     "saves": 'as text: "last:10", "sft@800,sft@900:2"',
+    "keep": "say layerstore.Keep(last=3), or None to keep all",
 }
 """What a parameter's usual mistakes lead to."""
 

@@ -80,13 +80,14 @@ def trained_and_levels(
         InvalidInput: *trained* cannot be saved, or *store* is not a store.
         Unsupported: It keeps state where it cannot be saved.
     """
+    hint = f'{where}(engine, "runs/store", run=…), or {where}(model, optimizer, "runs/store", run=…)'
     if store is None:
+        named = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+        if any(entry is None or hasattr(entry, "param_groups") for entry in named):
+            raise InvalidInput(f"{where}: no store was given", hint=hint)
         optimizers, store = None, cast("Store | StrPath | list[StrPath]", optimizers)
     if not isinstance(store, Store | str | PathLike | list | tuple):
-        raise InvalidInput(
-            f"{where}: store is {short(store)}, but must be a store, or the path of one",
-            hint=f'{where}(engine, "runs/store", run=…), or {where}(model, optimizer, "runs/store", run=…)',
-        )
+        raise InvalidInput(f"{where}: store is {short(store)}, but must be a store, or the path of one", hint=hint)
     return attachable(trained, optimizers), levels_of(store)
 
 

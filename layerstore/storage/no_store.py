@@ -13,11 +13,18 @@ def no_store_at(path: Path, layout: Layout, files: Files) -> NoStore:
     """Return the error for a user who expected a store at *path*, which is the root of *layout*."""
     inside = _store_inside(path, layout, files)
     return NoStore(
-        f"there is no store at {path}",
-        hint=f"name the one inside it: --store {typed(str(inside))}" if inside else _makes_one(path, layout, files),
+        f"there is no store at {path}{': a store is a folder, not a file' if _is_file(layout.root, files) else ''}",
+        hint=f"name the one inside it: {inside}" if inside else _makes_one(path, layout, files),
         path=str(path),
+        inside=inside,
         can_be_made=inside is None,
     )
+
+
+def _is_file(path: Path, files: Files) -> bool:
+    with contextlib.suppress(StorageIO):
+        return files.is_file(path)
+    return False
 
 
 def _store_inside(path: Path, layout: Layout, files: Files) -> Path | None:
@@ -33,5 +40,5 @@ def _makes_one(path: Path, layout: Layout, files: Files) -> str:
     """Return a hint for a user who expected a store at *path*: `init` refuses a folder with other content."""
     with contextlib.suppress(StorageIO):
         if not files.exists(layout.root) or (files.is_directory(layout.root) and not files.names(layout.root)):
-            return f"layerstore init {typed(str(path))}, or name yours with --store"
-    return "name yours with --store; layerstore init makes one in a new or empty folder"
+            return f"layerstore init {typed(str(path))}, or name yours"
+    return "layerstore init makes one in a new or empty folder, or name yours"

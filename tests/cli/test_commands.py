@@ -189,6 +189,18 @@ def test_a_store_is_not_made_inside_another(run: Run, store: Path, tmp_path: Pat
     assert run("verify", "--store", store).code == 0
 
 
+def test_who_names_no_store_is_shown_what_is_near(run: Run, store: Path) -> None:
+    """A store of a similar name, or that a store is a folder."""
+    resembling = run("log", "--store", store.with_name(f"{store.name}s"))
+    in_a_file = run("ingest", "c", "--store", store / "store.json")
+
+    assert f"hint: did you mean --store {store}? name yours with --store or LAYERSTORE_STORE" in resembling.err
+    assert in_a_file.err.splitlines() == [
+        f"error: there is no store at {store / 'store.json'}: a store is a folder, not a file",
+        "hint: layerstore init makes one in a new or empty folder, or name yours with --store",
+    ]
+
+
 def test_log_of_an_empty_store_says_what_to_do_next(run: Run) -> None:
     """An empty answer is not a failure."""
     run("init")

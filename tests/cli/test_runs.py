@@ -78,3 +78,13 @@ def test_a_damaged_note_of_pushes_is_told_once(run: Run, store: Path, tmp_path: 
 
     assert outcome.err.count("so what was pushed is not known") == 1
     assert outcome.out.splitlines()[1].split()[-2:] == ["no", "ok"]
+
+
+def test_a_run_in_the_place_of_a_store_leads_to_the_log(run: Run, store: Path) -> None:
+    """Other commands take a run there."""
+    for words in (["sft"], ["sft", "--store", store]):
+        outcome = run("runs", *words)
+
+        assert outcome.code == 10
+        assert outcome.err.startswith("error: there is no store at sft; runs takes the place of a store\n")
+        assert "log sft lists the saves of a run" in outcome.err

@@ -237,7 +237,7 @@ def test_what_may_not_be_looked_at_is_no_hint(fast_path: Path) -> None:
     assert failure is not None
     assert (failure.exit_code, failure.hint) == (
         10,
-        "name yours with --store; layerstore init makes one in a new or empty folder",
+        "layerstore init makes one in a new or empty folder, or name yours",
     )
 
 

@@ -154,8 +154,9 @@ def test_a_module_comes_with_its_own_optimizer(tmp_path: Path, name: str) -> Non
 def test_a_store_is_named(tmp_path: Path) -> None:
     """Forgetting it is not taken for a store that is an optimizer."""
     model, optimizers = new()
-    refused(lambda: layerstore.attach(model, optimizers, run="sft"), InvalidInput, "store is", store=tmp_path / "store")
-    refused(lambda: layerstore.resume(model, optimizers, run="sft"), InvalidInput, "store is", store=tmp_path / "store")
+    for verb in (layerstore.attach, layerstore.resume):
+        path = tmp_path / "store"
+        refused(lambda verb=verb: verb(model, optimizers, run="sft"), InvalidInput, "no store was given", store=path)  # type: ignore[misc]
 
 
 def test_what_fsdp1_wraps_is_refused(tmp_path: Path) -> None:
