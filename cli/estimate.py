@@ -352,7 +352,7 @@ def _cost_row(cost: Mapping[str, float], deepspeed: float) -> list[str]:
 
 def _label(line: Mapping[str, Any], precision: str) -> str:
     by = " ".join(filter(None, (line["saved_by"], line["policy"])))
-    return by if line["policy"] is None or precision == "exact" else f"{by}, {precision}"
+    return by if line["policy"] is None or precision == "exact" else f"{by} in {precision}"
 
 
 def _row(label: str, line: Mapping[str, Any], full_bytes: int) -> list[str]:

@@ -33,7 +33,8 @@ def show(ref: ReferenceArgument = None, store: StorePath = None, as_json: AsJson
     For a mixture, which is a pinned composite, the policy chose where the layers come from.
     Where layers are not kept bit for bit, REFERS TO is the save that masters are differences to, and LOST the error
     that was measured: the root mean square of it, as a share of that of the movement since then or, for (moments)
-    alone, of their values. In the line lost, greatest is the greatest error, as a share of the greatest of these.
+    alone, of their values. The line lost has the same of all layers; worst error, the greatest error as a share of the
+    greatest movement or value.
 
     \b
     Examples:
@@ -75,7 +76,8 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         # A mixture's policy chose layers but saved none.
         "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number + 1}",
         "precision": "" if _is_usual(view) else f"{view.precision}, {_exact(view)}",
-        "lost": _lost(view),
+        "lost": ", ".join(f"{loss.state} {loss.relative_rms:.2%}" for loss in view.losses),
+        "worst error": _worst_error(view),
         "replaces": ", ".join(short_id(commit) for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {_saved(view)}, {size(view.size_bytes)}",
         "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
@@ -98,11 +100,10 @@ def _lost_of(line: "LayerLine") -> str:
     return "-" if lost is None else f"{lost:.2%}"
 
 
-def _lost(view: "CommitView") -> str:
-    """Say what coding lost, of the root mean square and of the greatest movement or value."""
-    return ", ".join(
-        f"{loss.state} {loss.relative_rms:.2%} (greatest {loss.relative_greatest:.2%})" for loss in view.losses
-    )
+def _worst_error(view: "CommitView") -> str:
+    """Return the greatest error of coding, beside the greatest movement or value: the two may be of any elements."""
+    worst = ", ".join(f"{loss.state} {loss.relative_greatest:.2%}" for loss in view.losses)
+    return worst and f"{worst} of the greatest"
 
 
 def _metrics(view: "CommitView") -> str:

@@ -166,7 +166,7 @@ def test_rows_name_how_finely_layers_are_kept(run: Run) -> None:
     """Of layerstore's saves; other programs keep everything exactly."""
     rows = run("estimate", *MODEL, "--policy", "full", "--precision", "delta8").out.splitlines()
 
-    assert any(row.startswith("layerstore full, delta8  ") for row in rows)
+    assert any(row.startswith("layerstore full in delta8  ") for row in rows)
     assert not any(row.startswith("DeepSpeed, ") for row in rows)
 
 

@@ -95,10 +95,11 @@ def test_show_and_ls_say_what_a_layer_refers_to_and_has_lost(run: Run, saved: Pa
 
     assert "precision    delta8, " in shown
     assert "lost         master 0." in shown
+    assert "worst error  master 0." in shown
     assert "REFERS TO" in shown
     assert "REFERS TO" in run("ls", "sft@2").out
     assert "precision    exact, 5 of 5 layers bit for bit" in exact
-    assert not any(word in exact + run("ls", "sft@1").out for word in ("REFERS TO", "LOST", "lost"))
+    assert not any(word in exact + run("ls", "sft@1").out for word in ("REFERS TO", "LOST", "lost", "worst"))
     assert {of["refers_to"] for of in run("ls", "sft@2", "--json").fields["layers"]} <= {"sft@1", None}
 
 
