@@ -142,7 +142,7 @@ def test_a_host_that_is_killed_loses_nothing(
     with ranks.launch(f"{PROGRAMS}:killed", options, folder=tmp_path, name="killed", hosts=both) as killed:
         killed.until("held")
         killed.kill(host)
-        assert killed.statuses()[host] == -9
+        assert killed.statuses()[host] == -9, killed.tail()
 
     other = (both[1], both[0])
     options["stores"] = stores[::-1]

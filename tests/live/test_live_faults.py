@@ -55,7 +55,7 @@ def test_a_killed_save_is_never_seen_and_the_next_launch_goes_on(
     with ranks.launch(f"{PROGRAMS}:killed", options, folder=tmp_path, name="killed") as killed:
         killed.until("held", count=len(stopped))
         killed.kill()
-        assert killed.statuses() == [-9, -9]
+        assert killed.statuses() == [-9, -9], killed.tail()
 
     assert steps(store) == list(range(1, newest + 1))
     assert os.listdir(store / "parts") != []  # nobody minds them
@@ -80,7 +80,7 @@ def test_one_rank_dies_alone(ranks: Nursery, store: Path, tmp_path: Path) -> Non
     with ranks.launch(f"{PROGRAMS}:killed", options, folder=tmp_path, name="killed") as killed:
         killed.until("held")
         killed.kill(1)
-        assert killed.statuses()[1] == -9
+        assert killed.statuses()[1] == -9, killed.tail()
 
     assert steps(store) == [1, 2, 3]
     with ranks.launch(f"{PROGRAMS}:requeued", options, folder=tmp_path, name="requeued") as requeued:
@@ -157,7 +157,7 @@ def test_a_process_that_ends_takes_no_save_along(how: str, ranks: Nursery, store
 def test_a_rank_that_is_aborted_leaves_its_stack(ranks: Nursery, tmp_path: Path) -> None:
     """A test that fails for it shows where that was, whatever others say afterwards."""
     with ranks.launch(f"{PROGRAMS}:aborted", {}, folder=tmp_path, name="aborted") as launch:
-        assert launch.statuses() == [0, -6]
+        assert launch.statuses() == [0, -6], launch.tail()
 
     assert "Fatal Python error: Aborted" in launch.tail()
     assert "in aborted" in launch.tail()

@@ -120,7 +120,7 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_to_be_seen(
         launch.until("held")
         launch.kill(1)
         statuses = launch.statuses()
-    assert statuses[1] == -9
+    assert statuses[1] == -9, launch.tail()
     assert not launch.events("worked")
     with Store(tmp_path / "store") as store:
         assert [entry.step for entry in store.log("sft")] == [1]

@@ -41,7 +41,7 @@ def test_a_killed_save_is_never_seen_and_the_next_launch_goes_on(
         launch.until("held")
         launch.kill(0 if where == "commit" else count - 1)
         launch.kill()
-        assert set(launch.statuses()) == {-9}
+        assert set(launch.statuses()) == {-9}, launch.tail()
     with Store(tmp_path / "store") as store:
         assert [entry.step for entry in store.log("sft")] == [2]
         assert store.verify(read_data=True).ok
