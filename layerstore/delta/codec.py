@@ -40,7 +40,7 @@ Parts: TypeAlias = "dict[str, Array]"
 
 def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding) -> tuple[Parts, int]:
     """
-    Return the parts that make *new* of *old*, the bytes of the tensor *name*, and how many elements changed.
+    Return the parts that turn *old* into *new*, the bytes of the tensor *name*, and how many elements changed.
 
     Raises:
         Unsupported: It has too many elements for the encoding.

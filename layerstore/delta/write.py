@@ -106,7 +106,7 @@ def write_delta(
         for name, tensor in new.tensors.items():
             progress.advance(tensor.size_bytes)
             old_data = old.read(name)
-            # What is made of the same pieces is the same, and is not read twice.
+            # The same pieces give the same bytes, which are then read only once.
             new_data = old_data if old.pieces(name) == new.pieces(name) else new.read(name)
             if old_data == new_data:
                 writer.unchanged(name, object_id(old_data))

@@ -104,7 +104,7 @@ class Contents:
 
 
 def _aliases(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the keys of tensors that lie where another one's lie, each with that one."""
+    """Return the keys of tensors that share the bytes of another, each with that other's key."""
     first: dict[tuple[str, int], str] = {}
     aliases: dict[str, str] = {}
     # Of several keys, one that says where the tensor is in the state.

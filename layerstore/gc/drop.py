@@ -294,9 +294,10 @@ def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Co
 
 def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str, others: Iterable[Commit]) -> list[Commit]:
     """
-    Return the commits *names* of *run* that can have their places next to *others*: of one place the one dropped last.
+    Return the commits *names* of *run* that can come back beside *others*.
 
-    Of an attempt whose number was given again, those of its newest history.
+    Where several had the same attempt and step, that is the one dropped last. An attempt's number may have been given
+    again; then it is the commits of the newest attempt with that number.
 
     Raises:
         IntegrityError: One is damaged: an older one of its place would come back instead.
