@@ -19,6 +19,7 @@ from layerstore.live.ranks import AttemptLock, Exchange, place_resumed
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.policy import chosen_policy
+from layerstore.precision import EXACT_EVERY
 from layerstore.store import Store, StrPath, as_store
 
 
@@ -114,8 +115,10 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
 
 
 def _warn_of_exact_saves(options: SaverOptions) -> None:
-    """Warn if *keep* will remove every exact save: the collection that does says so only when it is gone."""
+    """Warn if all saves will be exact though *exact_every* says otherwise, or if *keep* will remove those that are."""
     keep, every = options.keep, options.exact_every
+    if options.precision == "exact" and every != EXACT_EVERY:
+        LOG.warning("exact_every has no effect without a precision: only save(precision=…) makes a compact save")
     if options.precision == "exact" or options.places or keep is None or keep.last is None:
         return
     if keep.every is not None or keep.within is not None or keep.best is not None:

@@ -46,7 +46,6 @@ def store(tmp_path: Path) -> Path:
         ({"layer_pattern": 4}, InvalidInput, "layer_pattern is 4"),
         ({"layer_pattern": "("}, InvalidInput, r"\("),
         ({"keep": 3}, InvalidInput, "keep is 3"),
-        ({"exact_every": 10}, InvalidInput, "exact_every has no effect without a precision"),
         ({"on_saved": 3}, InvalidInput, "on_saved is 3"),
         ({"on_failed": "print"}, InvalidInput, "on_failed is 'print'"),
         ({"run": "a/b"}, InvalidInput, "a/b"),

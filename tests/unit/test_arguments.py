@@ -105,7 +105,6 @@ def test_the_usual_mistakes_say_what_is_possible(owners: Owners) -> None:
         (layerstore.resume, {"engine": object(), "store": store, "run": "sft"}, "object is not a DeepSpeed engine", ""),
         (layerstore.resume, {"engine": object(), "store": store, "run": 3}, "resume: run is 3, but must be text", ""),
         (layerstore.attach, attached | {"keep": 3}, "attach: keep is 3", "layerstore.Keep(last=3)"),
-        (layerstore.attach, attached | {"exact_every": 10}, "exact_every has no effect", "such as delta8"),
         (layerstore.attach, attached | {"store": None}, "attach: no store was given", "attach(model, optimizer, "),
     ]
 

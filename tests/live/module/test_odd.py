@@ -303,6 +303,7 @@ def test_a_training_without_fp32_is_kept_exactly_and_says_so_once(
         ({"keep": Keep(last=3), "exact_every": 3}, ""),
         ({"keep": Keep(last=3, every=100)}, ""),
         ({"keep": Keep(last=3), "precision": "exact"}, ""),
+        ({"precision": "exact", "exact_every": 3}, "exact_every has no effect without a precision: only save("),
     ],
 )
 def test_a_saver_that_will_keep_no_exact_save_says_so_at_once(
