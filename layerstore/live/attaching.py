@@ -131,10 +131,9 @@ def _warn_of_exact_saves(options: SaverOptions) -> None:
         )
     elif keep.last < every:
         LOG.warning(
-            "Keep(last=%d) removes each exact save before the next, as one in %d is exact: then no resume is bit for "
-            "bit; Keep(last=%d) or a pin keeps one",
+            "Keep(last=%d) removes each exact save before the next, as one in %d versions of a layer is exact: then no "
+            "resume is bit for bit; a larger last or a pin keeps one",
             keep.last,
-            every,
             every,
         )
 

@@ -298,7 +298,7 @@ def test_a_training_without_fp32_is_kept_exactly_and_says_so_once(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"keep": Keep(last=3)}, "Keep(last=3) removes each exact save before the next, as one in 10 is exact"),
+        ({"keep": Keep(last=3)}, "Keep(last=3) removes each exact save before the next, as one in 10 versions"),
         ({"keep": Keep(last=3), "exact_every": None}, "Keep(last=3) removes the first save, and only that is exact"),
         ({"keep": Keep(last=3), "exact_every": 3}, ""),
         ({"keep": Keep(last=3, every=100)}, ""),
