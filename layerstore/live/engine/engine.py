@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from layerstore.live.engine.inert import Memory
-from layerstore.precision import Precision
-from layerstore.zero3 import LayerSource, ObjectSource, Share
+from layerstore.zero3 import ObjectSource, Share
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +29,6 @@ class Captured:
     """Whether the commit is one of ``torch.distributed.checkpoint``."""
     undivided: str = ""
     """The state of the optimizer that cannot be cut into layers; empty if there is none."""
-    whole: tuple[LayerSource, ...] = ()
-    """Every layer with the objects of all ranks; empty if this rank knows its own alone."""
     model: Memory
     optimizer: Memory
     changed: Callable[[], str] = field(default=str)
@@ -46,18 +43,6 @@ class Captured:
         """The layers that are not frozen."""
         return frozenset(
             layer.layer for layer in self.share.layers if not all(parameter.frozen for parameter in layer.parameters)
-        )
-
-    def uncoded(self, precision: Precision) -> frozenset[str]:
-        """Return the layers of which *precision* codes nothing, as far as this rank knows the objects of all."""
-        return frozenset(
-            layer.layer
-            for layer in self.whole
-            if not any(
-                precision.coding(source.kind, part.state, part.dtype)
-                for source in layer.objects
-                for part in source.slices
-            )
         )
 
     def mark(self, source: ObjectSource) -> Hashable:

@@ -71,7 +71,6 @@ def capture(
             for layer in plan.layers
         },
         moments={layer.layer: _moments_of(layer) for layer in plan.layers},
-        whole=plan.layers,
         is_dcp=True,
         undivided=", ".join(sorted({key.rpartition(".")[2] for key in plan.contents.outside})),
         model=tensors,

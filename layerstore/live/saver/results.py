@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from layerstore.errors import Conflict
-from layerstore.live.engine import Captured
 from layerstore.live.log import LOG
 from layerstore.live.saver.options import SaverOptions
 from layerstore.live.saver.request import SaveFiles
@@ -90,24 +89,21 @@ class Saved:
     blocked_seconds: float
     """Time inside ``save``; the wait before the next update comes on top."""
     precision: str = "exact"
-    """In which *layers_compact* are kept; exact if there are none."""
     layers_compact: tuple[str, ...] = ()
     """The layers of *layers_due* that are kept in *precision*; the others are kept exactly."""
 
 
-def saved_as(joint: JointCommit, captured: Captured, *, blocked_seconds: float) -> Saved:
-    """Return the save that *joint* begins, of the state *captured*."""
+def saved_as(joint: JointCommit, *, blocked_seconds: float) -> Saved:
+    """Return the save that *joint* begins."""
     layers = [layer.layer for layer in joint.share.layers]
-    # Weights and moments in bf16, for example, are kept exactly, whatever was asked for.
-    coded = joint.compact - captured.uncoded(joint.precision) if joint.compact else frozenset()
     return Saved(
         step=joint.step,
         number=joint.save_number,
         layers_due=tuple(layer for layer in layers if layer in joint.due),
         skipped=False,
         blocked_seconds=blocked_seconds,
-        precision=joint.precision.name if coded else "exact",
-        layers_compact=tuple(layer for layer in layers if layer in coded),
+        precision=joint.precision.name,
+        layers_compact=tuple(layer for layer in layers if layer in joint.compact),
     )
 
 
@@ -199,13 +195,11 @@ class LastSave:
         self._saved: Saved | None = None
         self._after = after
         self._updates = updates
-        self._precision = ""
         self._is_lost = False
 
-    def note(self, saved: Saved, *, updates: int, precision: str) -> None:
-        """Record that *saved*, asked for in *precision*, has begun after *updates* updates."""
+    def note(self, saved: Saved, *, updates: int) -> None:
+        """Record that *saved* has begun, after *updates* updates."""
         self._saved, self._after, self._updates, self._is_lost = saved, saved.step, updates, False
-        self._precision = precision
 
     def note_lost(self, number: int) -> None:
         """Record that the save *number* was given up; if it is the last one, its step may be saved again."""
@@ -233,8 +227,8 @@ class LastSave:
             LOG.warning("step %d was saved already, without a pin: layerstore pin %s", step, pin)
         if has_extras:
             LOG.warning("step %d was saved already; its metrics, client_state and files stay", step)
-        if self._saved is not None and self._precision != precision:
-            LOG.warning("step %d was saved already, in precision %s: it stays as it is", step, self._precision)
+        if self._saved is not None and self._saved.precision != precision:
+            LOG.warning("step %d was saved already, in precision %s: it stays as it is", step, self._saved.precision)
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)
 
 

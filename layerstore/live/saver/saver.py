@@ -237,8 +237,8 @@ class Saver:
         if self.options.mode == "sync" and (request.is_complete or self._engine.ungated):
             self._finish(job)
         held.end()
-        saved = saved_as(job.joint, captured, blocked_seconds=held.seconds)
-        self._last.note(saved, updates=self._updates, precision=precision)
+        saved = saved_as(job.joint, blocked_seconds=held.seconds)
+        self._last.note(saved, updates=self._updates)
         return saved
 
     def wait(self) -> None:

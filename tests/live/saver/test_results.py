@@ -45,7 +45,7 @@ def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.
     """Trainers save twice at the end, silently; a warning says that another client_state or a pin is not kept."""
     last = LastSave(None)
     first = Saved(step=7, number=0, layers_due=(), skipped=False, blocked_seconds=0.0)
-    last.note(first, updates=7, precision="exact")
+    last.note(first, updates=7)
 
     assert last.same(7, updates=7, pin=None, has_extras=False, precision="exact") is first
     assert not caplog.records
@@ -62,14 +62,14 @@ def test_a_step_whose_save_was_given_up_may_be_saved_again() -> None:
     """Not one whose save may still become visible, whatever became of others."""
     last = LastSave(None)
     first = Saved(step=7, number=1, layers_due=(), skipped=False, blocked_seconds=0.0)
-    last.note(first, updates=7, precision="exact")
+    last.note(first, updates=7)
 
     last.note_lost(0)
     assert last.same(7, updates=7, pin=None, has_extras=False, precision="exact") is first
     last.note_lost(1)
     assert last.same(7, updates=7, pin=None, has_extras=False, precision="exact") is None
     again = replace(first, number=2)
-    last.note(again, updates=7, precision="exact")
+    last.note(again, updates=7)
     assert last.same(7, updates=7, pin=None, has_extras=False, precision="exact") is again
 
 
