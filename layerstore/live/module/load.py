@@ -26,14 +26,14 @@ from layerstore.store import Store
 from layerstore.tree import Tree
 from layerstore.zero3.trees import ENGINE_KEYS, STEP
 
-_IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_OWN_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """Settings of a param group that stay the program's own, whatever was saved."""
 
 _CLASS_SETTINGS = ("betas", "momentum")
 """Settings by which classes of optimizers differ."""
 
-_SCHEDULED = frozenset({"lr", "initial_lr", "betas", "momentum"})
-"""Settings that a schedule may have changed since the program began: that they differ is expected."""
+_STEADY_SETTINGS = ("amsgrad", "dampening", "decoupled_weight_decay", "eps", "maximize", "nesterov", "weight_decay")
+"""Settings that neither schedules nor optimizers change: if one differs, the program was changed."""
 
 _MODEL_HINT = "resume into the model that was saved"
 
@@ -178,7 +178,7 @@ class ModuleLoad:
                     f"the optimizer has {'no ' if odd in first else ''}{odd!r}, unlike that of {self._ref}",
                     hint="resume into an optimizer of the class that was saved",
                 )
-            yield {key: self._revived(value) for key, value in first.items() if key not in _IMPLEMENTATION_SETTINGS}
+            yield {key: self._revived(value) for key, value in first.items() if key not in _OWN_SETTINGS}
 
     def _lacking(self) -> Iterator[str]:
         """Yield notes on states that were not saved, or that have no place here."""
@@ -196,11 +196,14 @@ class ModuleLoad:
 
     def _replaced(self) -> Iterator[str]:
         """Yield notes on settings of the program's param groups that saved ones replace."""
+        replaced: dict[str, list[str]] = {}
         for number, (group, saved) in enumerate(zip(self._engine.groups(), self._groups, strict=False)):
-            for key in sorted(saved.keys() & group.keys() - _SCHEDULED):
-                own, kept = _setting(group[key]), _setting(saved[key])
-                if own != kept:
-                    yield f"{key} of param group {number} is {kept}, as it was saved, and not {own}"
+            for key in _STEADY_SETTINGS:
+                if key in group and key in saved and group[key] != saved[key]:
+                    text = f"{key} of param group {number} is {saved[key]}, as it was saved, and not {group[key]}"
+                    replaced.setdefault(key, []).append(text)
+        for first, *others in replaced.values():
+            yield f"{first}; so are those of {len(others)} more" if others else first
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -279,11 +282,6 @@ def _moved(key: str, value: Any, parameter: torch.Tensor, *, counts_there: bool)
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _setting(value: Any) -> str:
-    """Return *value* as text: a setting may be a tensor."""
-    return str(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
 
 
 def _saved_names(versions: list[LayerVersion]) -> dict[str, str]:
