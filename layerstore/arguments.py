@@ -39,8 +39,6 @@ _HINTS = {
     "keep": "say layerstore.Keep(last=3), or None to keep all",
 }
 """What a parameter's usual mistakes lead to."""
-_OF_SAVERS = frozenset({"attach", "LayerstoreCallback"})
-"""Where `check_effect` does not know: ``saver.save(precision=…)`` may follow."""
 
 
 def checked(public: Public) -> Public:
@@ -93,7 +91,7 @@ def check_arguments(function: Any, *positional: object, **named: object) -> None
         for value in bound[name] if is_many else (bound[name],):
             if not _fits(value, kinds[name]):
                 raise _misfit(_callee(function), name, value, kinds[name])
-    if _callee(function) not in _OF_SAVERS:
+    if "keep" not in accepted.parameters:  # a saver has it, and may be given a precision by save()
         check_effect(bound)
 
 

@@ -19,7 +19,6 @@ from layerstore.live.ranks import AttemptLock, Exchange, place_resumed
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.policy import chosen_policy
-from layerstore.precision import EXACT_EVERY
 from layerstore.store import Store, StrPath, as_store
 
 
@@ -115,10 +114,8 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
 
 
 def _warn_of_exact_saves(options: SaverOptions) -> None:
-    """Warn if all saves will be exact though *exact_every* says otherwise, or if *keep* will remove those that are."""
+    """Warn if *keep* will remove every exact save: the collection that does says so only when it is gone."""
     keep, every = options.keep, options.exact_every
-    if options.precision == "exact" and every != EXACT_EVERY:
-        LOG.warning("exact_every has no effect without a precision: only save(precision=…) makes a compact save")
     if options.precision == "exact" or options.places or keep is None or keep.last is None:
         return
     if keep.every is not None or keep.within is not None or keep.best is not None:
@@ -183,7 +180,9 @@ def _agreed(
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
-    return opened, resumed
+    # At the end of the last saver, some of them may have been unable to read what it had saved.
+    know_it = exchange.sums([float(resumed is not None)]) == [exchange.size]
+    return opened, resumed if know_it else None
 
 
 def _same_on_all_ranks(options: SaverOptions, run: str) -> str:

@@ -230,21 +230,24 @@ def test_an_optimizer_of_another_class_is_not_filled(store: Path) -> None:
 
 
 def test_a_resume_names_the_settings_that_it_replaces(store: Path) -> None:
-    """As torch does; here two groups come to share the weight decay of the one that was saved."""
+    """As torch does; here three groups come to share the weight decay of the one that was saved."""
     model, optimizer = built()
     with layerstore.attach(model, optimizer, store, run="odd") as saver:
         update(model, optimizer)
         saver.save()
     again, _ = built(seed=1)
-    first, *others = again.parameters()
-    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": others, "weight_decay": 0.0}]
+    first, second, *others = again.named_parameters()
+    groups: list[dict[str, Any]] = [{"params": [first]}]
+    groups += [{"params": named, "weight_decay": 0.0} for named in ([second], others)]
     its = torch.optim.AdamW(groups, lr=0.5)
 
     found = layerstore.resume(again, its, store, run="odd")
 
     assert found is not None
-    assert found.notes == ("weight_decay of param group 1 is 0.01, as it was saved, and not 0.0",)
-    assert [group["weight_decay"] for group in its.param_groups] == [0.01, 0.01]
+    said = "weight_decay of param group 1 is 0.01, as it was saved, and not 0.0; so are those of 1 more"
+    assert found.notes == (said,)
+    assert [group["weight_decay"] for group in its.param_groups] == [0.01, 0.01, 0.01]
+    assert its.param_groups[0]["param_names"] == [first[0]]
 
 
 def test_a_buffer_of_another_shape_than_at_first_is_refused(store: Path) -> None:
@@ -295,7 +298,6 @@ def test_a_training_without_fp32_is_kept_exactly_and_says_so_once(
         ({"keep": Keep(last=3), "exact_every": 3}, ""),
         ({"keep": Keep(last=3, every=100)}, ""),
         ({"keep": Keep(last=3), "precision": "exact"}, ""),
-        ({"precision": "exact", "exact_every": 3}, "exact_every has no effect without a precision: only save("),
     ],
 )
 def test_a_saver_that_will_keep_no_exact_save_says_so_at_once(
