@@ -32,6 +32,9 @@ TEXT_BYTES_MAX = 2048
 
 _SILENT_SECONDS_MAX = 60.0
 
+_LATE_SECONDS = 120.0
+"""After so long a rank that waits for the others says so; in `Exchange.wait` they are silent for a minute at a time."""
+
 Answer = TypeVar("Answer")
 
 
@@ -45,7 +48,7 @@ class Exchange:
         self._is_alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self._is_alone else dist.get_rank()
         self.size = 1 if self._is_alone else dist.get_world_size()
-        with _warning_if_kept_waiting(self.rank, "attach() and resume()"):
+        with _warning_if_kept_waiting(self.rank, "attach(), resume() or a load"):
             self._group = None if self._is_alone else dist.new_group(backend="gloo")
 
     @contextmanager
@@ -141,7 +144,8 @@ class Exchange:
             is_done = wait(min(max(until - time.monotonic(), 0), _SILENT_SECONDS_MAX))
             # Clocks differ, so a rank that is late tells the others, and all stop in the same round.
             is_late = not is_done and time.monotonic() >= until
-            open_, late = self.sums([float(not is_done), float(is_late)])
+            with _warning_if_kept_waiting(self.rank, "wait(), close() or resume()"):
+                open_, late = self.sums([float(not is_done), float(is_late)])
             if not open_ or late:
                 return not open_
 
@@ -182,18 +186,15 @@ class Exchange:
 
 
 @contextmanager
-def _warning_if_kept_waiting(rank: int, calls: str) -> Iterator[None]:
-    """Log a line if a block waits for a minute: the other ranks may never come, and nobody else would say why."""
+def _warning_if_kept_waiting(rank: int, call: str) -> Iterator[None]:
+    """Log a line if the other ranks are late for *call*: they may never come, and nobody else would say why."""
 
     def warn() -> None:
         LOG.warning(
-            "rank %d has waited %.0f s for the other ranks: every rank has to call %s",
-            rank,
-            _SILENT_SECONDS_MAX,
-            calls,
+            "rank %d has waited %.0f s in %s for the other ranks: every rank has to call it", rank, _LATE_SECONDS, call
         )
 
-    timer = threading.Timer(_SILENT_SECONDS_MAX, warn)
+    timer = threading.Timer(_LATE_SECONDS, warn)
     timer.daemon = True
     with suppress(RuntimeError):  # no thread is to be had; an error of this rank alone would strand the others
         timer.start()

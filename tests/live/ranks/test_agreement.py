@@ -60,9 +60,9 @@ class Kept(Heard):
 
 def test_a_rank_that_saves_alone_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Where only rank 0 calls save, it waits for ever; after a while a line says for whom."""
-    monkeypatch.setattr(exchange, "_SILENT_SECONDS_MAX", 0.01)
+    monkeypatch.setattr(exchange, "_LATE_SECONDS", 0.01)
     agree_on_save(Kept(caplog.records), report())
-    assert caplog.messages == ["rank 0 has waited 0 s for the other ranks: every rank has to call save()"]
+    assert caplog.messages == ["rank 0 has waited 0 s in save() for the other ranks: every rank has to call it"]
 
 
 @given(st.text(max_size=80))
