@@ -160,7 +160,7 @@ def _check_number(options: IngestOptions, *, several: bool, is_open: bool) -> No
         )
     if options.step is not None and several:
         raise InvalidInput(
-            f"--step {options.step} was given with several checkpoints: each has its own", hint="name one checkpoint"
+            f"--step {options.step} is for one checkpoint: each of several has its own", hint="name one folder alone"
         )
     if options.pin is not None and several:
         raise InvalidInput(f"--pin {options.pin} was given with several checkpoints: a pin means one commit")
@@ -225,6 +225,7 @@ def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
 
 def _named(checkpoints: list[Path], *, tag: str | None, follow: bool, is_dcp: bool) -> "Iterator[Checkpoint]":
     """Yield *checkpoints* in step order; if there are several, the first only once all of them have been found."""
+    from layerstore.distcp import open_folder
     from layerstore.source import real_path
     from layerstore.zero3 import discover, distributed_at
 
@@ -232,7 +233,9 @@ def _named(checkpoints: list[Path], *, tag: str | None, follow: bool, is_dcp: bo
     in_order = sorted(checkpoints, key=lambda path: natural(str(path)))
     for checkpoint in in_order if len(in_order) > 1 and not is_dcp else []:
         folder = real_path(checkpoint)
-        if not (folder.is_dir() and distributed_at(folder)):
+        if folder.is_dir() and distributed_at(folder):
+            open_folder(folder, follow=follow)
+        else:
             discover(checkpoint, tag=tag, follow=follow)
     yield from ((checkpoint, tag) for checkpoint in in_order)
 

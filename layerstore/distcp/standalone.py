@@ -162,7 +162,7 @@ def _step(folder: DcpFolder, values: Mapping[str, Tree], counts: Collection[int]
         whole = (int(number) for number in numbers if number is not None and number % 1 == 0)
         stated = next(whole, max(counts, default=None))
     if given is None and stated is None:
-        raise InvalidInput(f"{folder.path} does not say which step it is of", hint="say it with --step")
+        raise InvalidInput(f"{folder.path} does not say which step it is of", hint="ingest it alone, with --step")
     return checked_step(stated if given is None else given, folder.path)
 
 

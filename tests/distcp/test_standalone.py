@@ -106,7 +106,7 @@ def test_several_go_in_the_order_of_their_numbers(
     words = ["--store", str(store.path), "ingest", *folders, "--run", "sft"]
 
     assert main([*words, "--step", "9"]) == 2
-    assert "--step 9 was given with several checkpoints" in capsys.readouterr().err
+    assert "--step 9 is for one checkpoint" in capsys.readouterr().err
     assert main([*words, "--json"]) == 0
     commits = json.loads(capsys.readouterr().out)["commits"]
     assert [commit["step"] for commit in commits] == [9, 10]
