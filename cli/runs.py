@@ -1,6 +1,5 @@
 """``layerstore runs``: a line for each run."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,9 +21,8 @@ from layerstore.cli.render import (
     some,
     with_store,
 )
-from layerstore.errors import InvalidInput, NoStore
+from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
-from layerstore.layers import is_name, typed
 from layerstore.units import size
 
 if TYPE_CHECKING:
@@ -55,18 +53,13 @@ def runs(
       layerstore runs
       layerstore runs --json
     """
-    if place is not None and is_name(place) and not Path(place).exists():  # as other commands take a run
-        raise NoStore(
-            f"there is no store at {place}; runs takes the place of a store",
-            hint=f"layerstore log {typed(place)} lists the saves of a run",
-        )
     named = named_store()
     if place is not None and named is not None and place != named:
         raise InvalidInput(f"two places were given: {place} and --store {named}", hint="leave one of them out")
     with opened(place or store) as opened_store:
         lines = opened_store.overview()
-        is_pushed = any(pushed.step is not None for line in lines for pushed in line.pushed)
-        names = remote_names(opened_store) if is_pushed else {}
+        any_pushed = any(pushed.step is not None for line in lines for pushed in line.pushed)
+        names = remote_names(opened_store) if any_pushed else {}
         dropped = sorted({name.run for name in opened_store.repo.trash.records()} - {line.run for line in lines})
     if as_json:
         print_json({"runs": [json_fields(line) for line in lines]})

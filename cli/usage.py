@@ -11,7 +11,7 @@ from typer.exceptions import TyperException
 from layerstore.cli.commands import COMMANDS, about
 from layerstore.cli.options import DEFAULT_STORE
 from layerstore.errors import LayerstoreError, NoStore
-from layerstore.layers import typed
+from layerstore.layers import is_name, typed
 from layerstore.layout import layout_at
 from layerstore.nearest import did_you_mean, nearest
 
@@ -107,6 +107,8 @@ def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
     if makes_one:
         # Of a folder, the library's own hint ends in "name yours", which in Python is an argument.
         yours = f"{problem.hint} with --store" if path else str(problem.hint)
+    if command == "runs" and path and is_name(str(path)):  # as other commands take a run
+        yours = f"{yours}; layerstore log {typed(str(path))} lists the saves of a run"
     return did_you_mean(_stores_beside(Path(str(path))) if path else (), else_=yours)
 
 
