@@ -89,6 +89,7 @@ class Saved:
     blocked_seconds: float
     """Time inside ``save``; the wait before the next update comes on top."""
     precision: str = "exact"
+    """As it was asked for: what cannot be coded, such as states in bf16, is kept exactly all the same."""
     layers_compact: tuple[str, ...] = ()
     """The layers of *layers_due* that are kept in *precision*; the others are kept exactly."""
 

@@ -101,11 +101,11 @@ class Saver:
         )
         try:
             referable = self._background.begin_at(place, exchange)
+            self._schedule = Schedule.after(place, chosen_policy(options.policy), run=run, referable=referable)
         except BaseException:  # the engine trains on as if nobody had attached
             self._background.close(at_once=True)
             self._repo.parts.close_session(self._session, is_over=False)
             raise
-        self._schedule = Schedule.after(place, chosen_policy(options.policy), run=run, referable=referable)
         self._movements = MovementWatch(self.exchange) if getattr(self._schedule.policy, "measures", False) else None
         self._jobs: deque[Job] = deque()
         """Saves whose outcome is still unknown."""
