@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import layerstore
 from layerstore import Keep
+from layerstore.errors import StorageIO
 from layerstore.live.saver import background, collector
 from layerstore.store import Store
 from tests.forked import tell
@@ -189,7 +191,26 @@ def closed(options: Any) -> None:
     with layerstore.attach(engine, options["store"], run="other") as second:
         second.save(pin="end")
     told(saver)
+    _closed_by_half(engine, options["store"])
     done()
+
+
+def _closed_by_half(engine: Any, path: str) -> None:
+    """Close a saver while one rank cannot read what it has saved, and attach the next."""
+
+    def unreadable() -> None:
+        raise StorageIO("the disk does not answer", errno=errno.EIO, filename="commits")
+
+    with Store(path) as store:
+        saver = layerstore.attach(engine, store, run="half")
+        saver.save()
+        saver.wait()
+        with pytest.MonkeyPatch.context() as patched:  # no hook stands before reads
+            if dist.get_rank() == 1:
+                patched.setattr(store.repo.records, "refresh", unreadable)
+            saver.close()
+        with layerstore.attach(engine, store, run="half") as again:
+            again.save()
 
 
 # -- commits that are collected ------------------------------------------------------------------------------------

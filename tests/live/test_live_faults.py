@@ -192,6 +192,7 @@ def test_after_the_end_of_a_saver(ranks: Nursery, store: Path, tmp_path: Path, u
     assert one(launch, "status")["saved"] == 2
     assert steps(store) == [2, 3]
     assert steps(store, "other") == [STEPS]
+    assert steps(store, "half") == [STEPS, STEPS]  # of two attempts
     with Store(store) as opened:
         assert opened.show("end").step == STEPS
     assert (tmp_path / "beside" / "latest").exists()
