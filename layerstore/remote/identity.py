@@ -8,7 +8,8 @@ bytes are removed here, or a commit is reported as pushed, the objects themselve
 
 import time
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 
@@ -17,7 +18,7 @@ from layerstore.format import StoreIdentity
 from layerstore.history import PushedNotice, named_by
 from layerstore.layers import typed
 from layerstore.layout import IDENTITY
-from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_GRACE_SECONDS, REMOTE_REQUESTS_MAX
+from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX, REMOTE_GRACE_SECONDS, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, LISTED_AT_ONCE, OBJECT_FOLDERS, Bucket
 from layerstore.remote.folder import Listed
@@ -194,14 +195,22 @@ class SecondCopies:
     """
     The commits of *repo* that its remote *bucket* has with everything that they name, in full size.
 
-    Objects are looked up when a commit is asked for whose record is there.
+    Objects are looked up when a commit is asked for whose record is there. A commit does not count if the bucket has
+    another one that replaces it, without moments for example: the bucket's next collection removes the one replaced.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket) -> None:
         self._repo = repo
         self._bucket = bucket
-        self._records = {name.id: name for name in pushed_records(repo, bucket)}
+        there = {name: (size_bytes, _size_here(repo, name)) for name, size_bytes in records_in(bucket).items()}
+        self._records = {name.id: name for name, (size_bytes, here) in there.items() if size_bytes == here}
+        self._unknown = defaultdict[tuple[str, int], list[RecordName]](list)
+        """By run and step, the records that this store does not have."""
+        for name, (_, here) in there.items():
+            if here is None:
+                self._unknown[name.run, name.step].append(name)
         self._wholeness: dict[CommitId, bool] = {}
+        self._has_warned = False
 
     @cached_property
     def _inventory(self) -> Inventory:
@@ -216,10 +225,13 @@ class SecondCopies:
         return self._wholeness[name.id]
 
     def _is_whole(self, name: RecordName) -> bool:
+        if any(name.id in supersedes for supersedes in self._supersedes(name)):
+            return False
         with suppress(IntegrityError, NotFound):  # damaged here, so it is unknown what it names
             if self._inventory.has_all_of(self._repo.records.read(name).record):
                 return True
-        if all(self._wholeness.values()):  # warn once: a lifecycle rule removes thousands
+        if not self._has_warned:  # once: a lifecycle rule removes thousands
+            self._has_warned = True
             warnings.warn(
                 f"{self._bucket.url} has the record of {name.run}@{name.step}, but not all that it names: such commits "
                 "count as not pushed; layerstore push sends the rest",
@@ -227,6 +239,16 @@ class SecondCopies:
                 stacklevel=2,
             )
         return False
+
+    def _supersedes(self, name: RecordName) -> Iterator[Collection[CommitId]]:
+        """Yield what the records supersede that the bucket has at the step of *name*, and this store does not."""
+        layout, records = self._repo.layout, self._repo.records
+        for other in self._unknown.get((name.run, name.step), ()):
+            with suppress(IntegrityError):  # damaged, so it replaces nothing
+                path = layout.name(layout.record(other.run, other.step, other.id))
+                data = self._bucket.read(path, size_bytes_max=RECORD_BYTES_MAX)
+                if data is not None:
+                    yield records.decode(data, other).record.supersedes
 
 
 # Servers report times in whole seconds, so two events that close together cannot be ordered.

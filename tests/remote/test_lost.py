@@ -62,6 +62,20 @@ def test_a_commit_of_which_the_bucket_has_lost_something_stays_here(
 
 
 @pytest.mark.fault(119)
+def test_a_commit_that_the_bucket_has_without_moments_stays_here(pushed: Store, url: str, tmp_path: Path) -> None:
+    """Trimmed in a clone and pushed from there: the bucket's next collection removes the one that has them."""
+    layerstore.clone(url, tmp_path / "clone").close()
+    with layerstore.open(tmp_path / "clone") as other:
+        other.gc(Keep(drop_optimizer_older_than=1), grace_seconds=0)
+        other.push(url)
+
+    kept = pushed.gc(Keep(last=1), pushed_to="origin", grace_seconds=0)
+
+    assert kept.removed == []
+    assert {fate.step for fate in kept.commits if "not pushed yet" in fate.kept_by} == {2, 4}
+
+
+@pytest.mark.fault(119)
 def test_nothing_goes_for_a_bucket_that_has_lost_everything_but_records(pushed: Store, bucket: Bucket) -> None:
     """Nor for one without its store.json, which nobody can open."""
     bucket.remove([each.name for each in bucket.objects()])
