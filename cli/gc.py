@@ -118,7 +118,7 @@ def gc(
             # Others may have saved or dropped since the question: what goes beyond the plan is refused.
             outcome = collect(dry_run=dry_run, confirmed=plan, progress=progress)
         # A bucket's trash goes by its age alone.
-        has_trash = not (as_json or outcome.bytes_freed or remote or opened_store.repo.remote)
+        has_trash = not (as_json or outcome.bytes_freed or remote or opened_store.repo.remote or empty_trash)
         dropped = opened_store.dropped() if has_trash else []
     if as_json:
         print_json(_fields(outcome, dry_run=dry_run))

@@ -27,7 +27,7 @@ def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = Fals
         name, refs = remote_and_references(opened_store, words or [], from_here=False)
         pulled = opened_store.pull(name, refs=refs, progress=progress)
     print_transferred(
-        pulled, as_json=as_json, verb="fetched", size_bytes=pulled.bytes_received, is_all=not pulled.dropped
+        pulled, refs, as_json=as_json, verb="fetched", size_bytes=pulled.bytes_received, is_all=not pulled.dropped
     )
     if pulled.dropped and not as_json:
         is_one = len(pulled.dropped) == 1

@@ -1,6 +1,7 @@
 """``layerstore push``: send what a remote lacks."""
 
 import shlex
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,7 +9,7 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, print_aside, print_json, print_line, print_note, shown, some
+from layerstore.cli.render import counted, print_aside, print_json, print_line, print_note, print_warning, shown, some
 from layerstore.errors import InvalidInput, NotFound
 from layerstore.json_fields import json_fields
 from layerstore.layers import is_name
@@ -56,21 +57,29 @@ def push(
     """
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         name, refs = remote_and_references(opened_store, words or [], from_here=True)
+        on_made = partial(_print_made, opened_store)
         if follow:
-            for pushed in opened_store.follow(
-                name, refs=refs, move_pins=move_pins, on_made=_print_made, progress=progress
-            ):
-                print_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
+            for pushed in opened_store.follow(name, refs=refs, move_pins=move_pins, on_made=on_made, progress=progress):
+                print_transferred(pushed, refs, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
             return
-        pushed = opened_store.push(name, refs=refs, move_pins=move_pins, on_made=_print_made, progress=progress)
-    print_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
+        pushed = opened_store.push(name, refs=refs, move_pins=move_pins, on_made=on_made, progress=progress)
+    print_transferred(pushed, refs, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
     if pushed.commits and not as_json:
         print_note(f"elsewhere: layerstore clone {shlex.quote(shown(pushed.url))}")
 
 
-def _print_made(url: str) -> None:
+def _print_made(store: "Store", url: str) -> None:
     """Say that *url* is new: in a mistyped one, nobody would look for what is sent there."""
-    print_aside(f"there was no store at {url}: this push makes one")
+    from layerstore.history import pushed_to
+
+    before = pushed_to(store.repo).get(url, ())
+    if before:
+        print_warning(
+            f"there was no store at {url}, where {counted(len(before), 'commit')} had been pushed: this push makes "
+            "one; if the place is only not mounted, stop it"
+        )
+    else:
+        print_aside(f"there was no store at {url}: this push makes one")
 
 
 def remote_and_references(store: "Store", words: list[str], *, from_here: bool) -> tuple[str | None, list[str] | None]:
@@ -99,16 +108,17 @@ def remote_and_references(store: "Store", words: list[str], *, from_here: bool) 
 
 
 def print_transferred(
-    done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int, is_all: bool = True
+    done: "Pushed | Pulled", refs: list[str] | None, *, as_json: bool, verb: str, size_bytes: int, is_all: bool = True
 ) -> None:
-    """Print what a push or a pull has *done*; *is_all* if it left out nothing that was dropped here."""
+    """Print what a push or a pull of *refs* has *done*; *is_all* if it left out nothing that was dropped here."""
     if as_json:
         print_json(json_fields(done))
         return
     what = [counted(len(done.commits), "commit"), *([counted(len(done.pins), "pin")] if done.pins else [])]
     if not (done.commits or done.pins):
         holder, other = (shown(done.url), "this store") if verb == "sent" else ("this store", shown(done.url))
-        print_line(f"{holder} has {'every' if is_all else 'every other'} commit and pin of {other}")
+        all_ = f"{'every' if is_all else 'every other'} commit and pin of {other}"
+        print_line(f"{holder} has {all_ if refs is None else shown(some(refs))}")
         return
     print_line(f"{verb} {' and '.join(what)}: {counted(done.objects, 'object')}, {size(size_bytes)}")
     print_line(f"  {some([*done.commits, *done.pins])}")

@@ -10,9 +10,10 @@ from typer.exceptions import TyperException
 
 from layerstore.cli.commands import COMMANDS, about
 from layerstore.cli.options import DEFAULT_STORE
+from layerstore.cli.render import named_store
 from layerstore.errors import LayerstoreError, NoStore
 from layerstore.layers import is_name, typed
-from layerstore.layout import layout_at
+from layerstore.layout import is_url, layout_at
 from layerstore.nearest import did_you_mean, nearest
 
 # typer states the name only in this message.
@@ -101,6 +102,8 @@ def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
         return f"name the one inside it: --store {typed(str(problem.facts['inside']))}"
     if not problem.facts.get("can_be_made"):
         return problem.hint
+    if not problem.facts.get("path") and not is_url(named_store() or ""):
+        return problem.hint  # of a remote: the store was found
     command = next((word for word in words if word in COMMANDS), None)
     makes_one = command is not None and about(command).section in {"Save", "Elsewhere"}
     path, yours = problem.facts.get("path"), "name yours with --store or LAYERSTORE_STORE"

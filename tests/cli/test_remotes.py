@@ -129,6 +129,29 @@ def test_a_push_says_that_it_makes_the_store(run: Run, store: Path, tmp_path: Pa
     assert (quiet.code, quiet.err) == (0, "")
 
 
+def test_a_bucket_that_is_not_there_any_more(run: Run, store: Path, tmp_path: Path) -> None:
+    """An unmounted share, say: a push says that it had been there, and no hint is about the store that was found."""
+    bucket = tmp_path / "bucket"
+    run("--store", store, "push", bucket.as_uri())
+    bucket.rename(tmp_path / "away")
+
+    plan = run("--store", store, "gc", "--keep-last", "1", "--pushed-to", bucket.as_uri(), "--dry-run")
+    assert plan.err.endswith("hint: check its name; layerstore init URL makes one, or a push from a store\n")
+    again = run("--store", store, "push", bucket.as_uri())
+    assert f"there was no store at {bucket.as_uri()}, where 2 commits had been pushed" in again.err
+
+
+def test_a_push_or_pull_of_one_commit_says_which_it_was(run: Run, store: Path, tmp_path: Path) -> None:
+    """That the remote has this one does not mean that it has all."""
+    url = f"file://{tmp_path}/bucket"
+    ref = run("--store", store, "log", "--json").fields["commits"][0]
+    name = f"{ref['run']}@{ref['step']}"
+    run("--store", store, "push", url, name)
+
+    assert run("--store", store, "push", url, name).out == f"{url} has {name}\n"
+    assert run("--store", store, "pull", url, name).out == f"this store has {name}\n"
+
+
 def test_remotes_without_a_name_are_listed_and_told_apart(run: Run, store: Path, tmp_path: Path) -> None:
     """By the ends of their URLs, or by the whole URLs if these end alike; programs get those with a name."""
     urls = [f"file://{tmp_path}/{place}" for place in ("named/bucket", "a/bucket", "b/bucket", "a/other")]
