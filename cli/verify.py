@@ -109,13 +109,14 @@ def _print_verdict(verdict: "Verdict", reference: str | None, *, is_bucket: bool
     checked = f"{counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{_read(verdict)}"
     (print_note if verdict.ok else print_line)(f"checked {scope}{checked}: {_result(verdict)}")
     if verdict.orphans:
-        has_strangers = any(damage.kind == "stranger" for damage in verdict.damaged)
+        of_names = {"record", "pin", "version", "state", "stranger"}
+        may_be_needed = any(damage.kind in of_names for damage in verdict.damaged)
         removed = (
             "harmless, and removed by a gc once they are a day old"
             if is_bucket
             else "harmless, and removed by the next gc"
         )
-        what = "a stranger may be all that names them" if has_strangers else removed
+        what = "what is damaged may be all that names them: repair it first" if may_be_needed else removed
         print_note(f"{counted(verdict.orphans, 'object')} of no commit: {what}")
 
 

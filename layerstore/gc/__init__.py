@@ -1,6 +1,15 @@
 """Remove commits by retention rules, and objects that nothing needs; drop and undrop."""
 
-from layerstore.gc.collect import GcOutcome, GcRequest, check_confirmed, chosen, execute_gc, has_work, plan_gc
+from layerstore.gc.collect import (
+    GcOutcome,
+    GcRequest,
+    check_confirmed,
+    chosen,
+    execute_gc,
+    has_work,
+    notes_of,
+    plan_gc,
+)
 from layerstore.gc.drop import (
     Dropped,
     DroppedCommit,
@@ -35,6 +44,7 @@ __all__ = [
     "execute_gc",
     "give_up",
     "has_work",
+    "notes_of",
     "plan_drop",
     "plan_gc",
     "readable_pins",

@@ -177,13 +177,18 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
         trash=Gone(len(old_records) + len(old_files), sum(map(repo.trash.size_of_damaged, old_files))),
         pins=tuple(repo.records.pin_names()),
         dropped=tuple(f"{name.run}@{name.step}" for name in old_records if not repo.records.is_there(name)),
-        notes=tuple(
-            note
-            for view, of_run in runs
-            for note in notes_on_exact(repo, view, {fate.commit for fate in of_run if fate.goes})
-        ),
+        notes=notes_of(repo, runs),
     )
     return GcPlan(outcome=outcome, runs=runs, marks=marks)
+
+
+def notes_of(repo: Repository, runs: Iterable[tuple[RunView, Sequence[CommitFate]]]) -> tuple[str, ...]:
+    """Return what the user should know about what goes of *runs*."""
+    return tuple(
+        note
+        for view, fates in runs
+        for note in notes_on_exact(repo, view, {fate.commit for fate in fates if fate.goes})
+    )
 
 
 def _ns(given_seconds: float | None, ours_seconds: float) -> int:

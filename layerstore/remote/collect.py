@@ -25,6 +25,7 @@ from layerstore.gc import (
     chosen,
     commit_named,
     concluding,
+    notes_of,
     readable_pins,
     stranger,
 )
@@ -96,6 +97,7 @@ def _collected(
     with concluding("nothing was removed"):
         runs = chosen(Facts(repo, request.keep), request, now_ns)
         fates = [fate for _, fates_of_run in runs for fate in fates_of_run]
+        notes = notes_of(repo, runs)
         hidden = [view.rows[commit].name for view, _ in runs for commit in view.hidden if commit in view.rows]
         moved = [*hidden, *(fate.name for fate in fates if fate.goes)]  # hidden ones before the one that hides them
         if remote.stranger_names:
@@ -137,6 +139,7 @@ def _collected(
         trash=Gone(len(old_trash)),
         pins=tuple(repo.records.pin_names()),
         dropped=tuple(f"{name.run}@{name.step}" for name in dropped),
+        notes=notes,
     )
 
 

@@ -307,6 +307,17 @@ def test_one_orphan_harms_nothing(run: Run, store: Path) -> None:
     assert "1 object of no commit: harmless, and removed by the next gc" in outcome.out.splitlines()
 
 
+def test_what_a_damaged_record_names_is_not_called_harmless(run: Run, store: Path) -> None:
+    """It is needed again once the record is repaired."""
+    newest = max((store / "commits" / "sft").iterdir(), key=lambda path: int(path.name.partition(".")[0]))
+    newest.write_bytes(newest.read_bytes()[:100])
+
+    outcome = run("verify", "--store", store)
+
+    assert outcome.code == 20
+    assert "of no commit: what is damaged may be all that names them: repair it first" in outcome.out
+
+
 @pytest.mark.fault(128)
 def test_a_run_under_another_name_is_told_and_comes_back(run: Run, store: Path) -> None:
     """Every command that meets it says what to do; nothing is moved or removed, and its objects are not orphans."""

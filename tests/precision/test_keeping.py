@@ -97,6 +97,17 @@ def test_whatever_removes_the_last_exact_save_says_so_in_one_line(four: Store) -
     assert collect(four, LAST).notes == ()
 
 
+def test_a_collection_of_a_bucket_says_so_too(four: Store, tmp_path: Path) -> None:
+    """Before it removes anything."""
+    url = (tmp_path / "bucket").as_uri()
+    four.push(url)
+
+    with layerstore.open(url) as bucket:
+        notes = bucket.gc(LAST, dry_run=True).notes
+
+    assert notes == ("no exact save of r is left: r@8 was not kept bit for bit",)
+
+
 def test_a_compact_save_that_was_dropped_keeps_its_keyframe_until_the_trash_is_emptied(
     four: Store, tmp_path: Path
 ) -> None:
