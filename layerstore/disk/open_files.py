@@ -40,6 +40,10 @@ _FICLONE = ctypes.c_ulong(0x40049409)
 _START = _TO_THE_END = ctypes.c_int64(0)
 
 _FREE_SPACE = "free some space and repeat the command; nothing that was saved before is affected"
+_NO_INODES = (
+    "the filesystem has space, but no inodes left (df -i): remove files and repeat the command; "
+    "nothing that was saved before is affected"
+)
 _HINTS = {
     errnos.EROFS: "the filesystem is read-only: what is there can be read and composed, nothing can be written",
     errnos.ENOSPC: _FREE_SPACE,
@@ -80,7 +84,18 @@ def _hint(number: int | None, path: Path) -> str | None:
         return _access_problem(path)
     if number == errnos.ELOOP and path.is_symlink():
         return f"remove {typed(str(path))} by hand, and find out who put it there; what is needed is made again"
+    if number == errnos.ENOSPC and _lacks_inodes(path):
+        return _NO_INODES
     return None if number is None else _HINTS.get(number)
+
+
+def _lacks_inodes(path: Path) -> bool:
+    """Whether the filesystem of *path* has space, but can hold no more files; the system reports both alike."""
+    with contextlib.suppress(OSError):
+        state = os.statvfs(path.parent)
+        # Filesystems that make inodes as they need them report none at all, or as many as fit.
+        return bool(state.f_files) and not state.f_favail and state.f_bavail > 0
+    return False
 
 
 def _access_problem(path: Path) -> str | None:

@@ -105,7 +105,9 @@ def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
     if found_store.hex() != store_id:
         raise IntegrityError(f"{name} belongs to another store, {found_store.hex()}", path=name)
     if found_name != name:
-        raise IntegrityError(f"{name} was written as {found_name!r} and has been moved or renamed: move it back", path=name)
+        raise IntegrityError(
+            f"{name} was written as {found_name!r} and has been moved or renamed: move it back", path=name
+        )
     return payload
 
 

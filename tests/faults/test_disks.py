@@ -127,6 +127,24 @@ def test_a_full_disk_under_the_index_stops_nobody(scene: Path, fast_path: Path, 
     _on(kind, fast_path, _index_on_a_full_disk, (scene,))
 
 
+def _without_inodes(scene: Path, place: Path) -> list[str]:
+    folder = fresh(scene, place / "scene", "ingest")
+    room = os.statvfs(place)
+    assert is_remounted(place, f"nr_inodes={room.f_files - room.f_ffree}")
+    failure = attempt(lambda: VERBS["ingest"](folder, no_hook))
+    assert failure is not None
+    assert failure.exit_code == 23, failure.trace
+    assert "no inodes left" in str(failure.hint), failure.hint
+    assert is_remounted(place, f"nr_inodes={room.f_files}")
+    VERBS["ingest"](folder, no_hook)
+    return wrong(folder, "ingest", is_done=True)
+
+
+def test_a_disk_without_inodes_is_named_as_such(scene: Path, fast_path: Path) -> None:
+    """The system says that no space is left, where there is plenty."""
+    _on("tmpfs", fast_path, _without_inodes, (scene,))
+
+
 # -- in pieces -----------------------------------------------------------------------------------------------------
 
 
