@@ -625,7 +625,10 @@ class Store:
             from layerstore.remote import Bucket, heal, heal_identity
 
             if sources:
-                raise InvalidInput("a remote is repaired from this store alone", hint="leave sources out")
+                raise InvalidInput(
+                    "a remote is repaired from this store alone",
+                    hint=f"layerstore repair --remote {typed(remote)}, in the store that has what is lost there",
+                )
             # First: without a sound store.json, the remote cannot be opened.
             put_back = heal_identity(self._repo, Bucket(self.remotes.url(remote)), dry_run=dry_run)
             # It was not written, so there is nothing to open for the rest.
