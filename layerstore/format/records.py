@@ -106,7 +106,10 @@ def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
         raise IntegrityError(f"{name} belongs to another store, {found_store.hex()}", path=name)
     if found_name != name:
         raise IntegrityError(
-            f"{name} was written as {found_name!r} and has been moved or renamed: move it back", path=name
+            f"{name} was written as {found_name!r} and has been moved or renamed",
+            hint=f"give it back its name, {found_name}, or move it out of the store",
+            path=name,
+            written_as=found_name,
         )
     return payload
 

@@ -176,17 +176,23 @@ def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
     """
     Return the damaged records at the step of *ref*; none if *ref* names no step of a run.
 
-    One that only cannot be read just now, or by this version, is not damaged.
+    One that only cannot be read just now, or by this version, is not damaged; nor is one that was moved, and not
+    copied, from its place: moved back, it is sound.
     """
     reference = parse_reference(ref)
     if reference.step is None or not repo.records.names(reference.name):
         return []
     view = view_read_again(repo, reference.name, reference.step)
     damaged = {} if view is None else view.damaged
-    return sorted(name for name, problem in damaged.items() if name.step == reference.step and _is_damage(problem))
+    return sorted(
+        name for name, problem in damaged.items() if name.step == reference.step and _is_damage(repo, problem)
+    )
 
 
-def _is_damage(problem: LayerstoreError) -> bool:
+def _is_damage(repo: Repository, problem: LayerstoreError) -> bool:
+    own = problem.facts.get("written_as")
+    if isinstance(own, str) and not repo.files.exists(repo.layout.root / own):
+        return False
     return isinstance(problem, IntegrityError) or (isinstance(problem, StorageIO) and problem.errno == errnos.EIO)
 
 

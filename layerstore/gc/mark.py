@@ -316,7 +316,9 @@ def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may he
     try:
         yield
     except IntegrityError as exc:
-        hint = f"layerstore repair --from COPY {copy_helps}" + (f"; {gives_up} gives it up" if gives_up else "")
+        # One by another's name is intact: no copy is needed.
+        heals = exc.hint if "written_as" in exc.facts else f"layerstore repair --from COPY {copy_helps}"
+        hint = f"{heals}; {gives_up} gives it up" if gives_up else heals
         raise IntegrityError(f"cannot tell what {called} needs: {exc}", hint=hint) from exc
 
 

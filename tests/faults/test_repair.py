@@ -498,6 +498,24 @@ def test_a_misplaced_record_is_damage_that_can_be_given_up(store: Store) -> None
         assert own.exists()
 
 
+@pytest.mark.fault(96)
+def test_a_record_whose_run_was_renamed_is_not_given_up(store: Store) -> None:
+    """It is the only one, and sound once the folder has its name again."""
+    folder = record_of(store, "r@20").parent
+    folder.rename(folder.with_name("renamed"))
+    with layerstore.open(store.path) as fresh:
+        with pytest.warns(IndexNotice, match="no longer there"):
+            assert fresh.runs() == ["renamed"]
+        assert_held_back(fresh, "give it back its name, commits/r/10.")
+        assert fresh.give_up("renamed@20") == ()
+        with pytest.raises(IntegrityError, match="moved or renamed") as caught:
+            fresh.drop("renamed@20")
+        assert "give it back its name, commits/r/" in (caught.value.hint or "")
+        folder.with_name("renamed").rename(folder)
+        assert [entry.step for entry in fresh.log()] == [20, 10]
+        assert fresh.verify(read_data=True).ok
+
+
 @pytest.mark.fault(85)
 def test_a_record_for_a_newer_layerstore_is_left_as_it_is(store: Store) -> None:
     """It is sound: taking it away would be the damage."""
