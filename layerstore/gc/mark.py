@@ -312,13 +312,17 @@ def _deletes(pin: str) -> str:
 
 @contextlib.contextmanager
 def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may heal it") -> Iterator[None]:
-    """Add to an IntegrityError what is damaged, and the two remedies: a copy, or giving it up by name."""
+    """Add to an IntegrityError what is damaged, and the remedies: its own name, a copy, or giving it up by name."""
     try:
         yield
     except IntegrityError as exc:
-        # One by another's name is intact: no copy is needed.
-        heals = exc.hint if "written_as" in exc.facts else f"layerstore repair --from COPY {copy_helps}"
-        hint = f"{heals}; {gives_up} gives it up" if gives_up else heals
+        remedies = (
+            # One that was moved needs only its name; where it lies over another, that one needs a copy.
+            exc.hint if "written_as" in exc.facts else None,
+            f"layerstore repair --from COPY {copy_helps}",
+            gives_up and f"{gives_up} gives it up",
+        )
+        hint = "; ".join(filter(None, remedies))
         raise IntegrityError(f"cannot tell what {called} needs: {exc}", hint=hint) from exc
 
 
