@@ -26,11 +26,13 @@ from layerstore.disk.open_files import (
     Hook,
     NewFile,
     OpenFile,
+    Room,
     again_if_stale,
     mapped_errors,
     no_hook,
     pauses,
     rename_exclusive,
+    room_at,
 )
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.limits import LATE_SECONDS, NOT_LATE_SECONDS
@@ -59,16 +61,6 @@ _NETWORK_FILESYSTEMS = frozenset(
 
 class WeakDurability(UserWarning):
     """The filesystem cannot fsync a folder: a power cut may undo what was reported as saved."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """The free space that an ordinary user has on a filesystem."""
-
-    total_bytes: int
-    free_bytes: int
-    free_files: int | None
-    """How many more files it can hold; None if there is no limit."""
 
 
 class Files:
@@ -238,12 +230,7 @@ class Files:
     def room(self, path: Path) -> Room:
         """Return the free space on the filesystem of *path*."""
         with mapped_errors(path, doing="look at the filesystem of"):
-            state = os.statvfs(path)
-        return Room(
-            total_bytes=state.f_blocks * state.f_frsize,
-            free_bytes=state.f_bavail * state.f_frsize,
-            free_files=state.f_favail if state.f_files else None,
-        )
+            return room_at(path)
 
     # -- writing -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -52,6 +53,26 @@ _HINTS = {
     errnos.EMFILE: "raise the limit on open files (ulimit -n) and repeat the command",
     errnos.ENOMEM: "raise the limit on memory (ulimit -v), or end what else uses it, and repeat the command",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The free space that an ordinary user has on a filesystem."""
+
+    total_bytes: int
+    free_bytes: int
+    free_files: int | None
+    """How many more files it can hold; None if there is no limit."""
+
+
+def room_at(path: Path) -> Room:
+    """Return the free space on the filesystem of *path*."""
+    state = os.statvfs(path)
+    return Room(
+        total_bytes=state.f_blocks * state.f_frsize,
+        free_bytes=state.f_bavail * state.f_frsize,
+        free_files=state.f_favail if state.f_files else None,
+    )
 
 
 class mapped_errors:  # noqa: N801  # reads as what it does; no generator, since every operation enters it

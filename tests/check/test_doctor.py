@@ -15,7 +15,7 @@ import layerstore
 from layerstore.check import Diagnosis, probes
 from layerstore.check.probes import Finding
 from layerstore.disk import Files, files
-from layerstore.disk.files import Room
+from layerstore.disk.open_files import Room
 from layerstore.errors import InvalidInput
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run  # noqa: PLC0414  # a fixture, named again for mypy
