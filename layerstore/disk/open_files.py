@@ -40,11 +40,9 @@ _SYNC_FILE_RANGE_WRITE = 2
 _FICLONE = ctypes.c_ulong(0x40049409)
 _START = _TO_THE_END = ctypes.c_int64(0)
 
-_FREE_SPACE = "free some space and repeat the command; nothing that was saved before is affected"
-_NO_INODES = (
-    "the filesystem has space, but no inodes left (df -i): remove files and repeat the command; "
-    "nothing that was saved before is affected"
-)
+_AND_REPEAT = "and repeat the command; nothing that was saved before is affected"
+_FREE_SPACE = f"free some space {_AND_REPEAT}"
+_NO_INODES = f"the filesystem has space, but no inodes left (df -i): remove files {_AND_REPEAT}"
 _HINTS = {
     errnos.EROFS: "the filesystem is read-only: what is there can be read and composed, nothing can be written",
     errnos.ENOSPC: _FREE_SPACE,
@@ -113,9 +111,8 @@ def _hint(number: int | None, path: Path) -> str | None:
 def _lacks_inodes(path: Path) -> bool:
     """Whether the filesystem of *path* has space, but can hold no more files; the system reports both alike."""
     with contextlib.suppress(OSError):
-        state = os.statvfs(path.parent)
-        # Filesystems that make inodes as they need them report none at all, or as many as fit.
-        return bool(state.f_files) and not state.f_favail and state.f_bavail > 0
+        room = room_at(path.parent)
+        return room.free_files == 0 and room.free_bytes > 0
     return False
 
 
