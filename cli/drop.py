@@ -55,6 +55,7 @@ def drop(
     Later commits that have layers from them keep these, and so does a pin.
     If one of several is not found, none goes.
     A commit whose record cannot be read is given up; until then, it blocks gc.
+    One whose record was moved is refused: give the file its name back.
 
     \b
     Examples:

@@ -458,7 +458,8 @@ class Store:
         """
         Move the unreadable records at the step of *ref* to the trash; return their ids.
 
-        They block `gc` until then; the next `gc` frees what only they need.
+        They block `gc` until then; the next `gc` frees what only they need. One that was moved stays: it is sound once
+        it has its name again.
         """
         from layerstore.gc import damaged_records, give_up
 

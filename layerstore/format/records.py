@@ -107,7 +107,7 @@ def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
     if found_name != name:
         raise IntegrityError(
             f"{name} was written as {found_name!r} and has been moved or renamed",
-            hint=f"give it back its name, {found_name}, or move it out of the store",
+            hint=f"give it back its name, {found_name}, if nothing is there, or move it out of the store",
             path=name,
             written_as=found_name,
         )

@@ -14,10 +14,10 @@ from typing import ClassVar
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import bytes_of_only, commit_named, concluding, notes_on_exact
 from layerstore.history import Needs, begins_id, references_to, resolve, saved_now, view_read_again
-from layerstore.layers import parse_reference, typed
+from layerstore.layers import is_name, parse_reference, typed
 from layerstore.model import Commit, CommitId, Saving
 from layerstore.publish import republish, retire
-from layerstore.storage import RecordName, RecordRow, Repository, RunView
+from layerstore.storage import RecordName, RecordRow, Repository, RunView, name_in
 from layerstore.units import short_id, utc
 
 
@@ -176,8 +176,8 @@ def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
     """
     Return the damaged records at the step of *ref*; none if *ref* names no step of a run.
 
-    One that only cannot be read just now, or by this version, is not damaged; nor is one that was moved, and not
-    copied, from its place: moved back, it is sound.
+    One that only cannot be read just now, or by this version, is not damaged; nor is one that was moved: it is sound
+    once it has its name again.
     """
     reference = parse_reference(ref)
     if reference.step is None or not repo.records.names(reference.name):
@@ -190,10 +190,17 @@ def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
 
 
 def _is_damage(repo: Repository, problem: LayerstoreError) -> bool:
-    own = problem.facts.get("written_as")
-    if isinstance(own, str) and not repo.files.exists(repo.layout.root / own):
-        return False
-    return isinstance(problem, IntegrityError) or (isinstance(problem, StorageIO) and problem.errno == errnos.EIO)
+    if isinstance(problem, StorageIO):
+        return problem.errno == errnos.EIO
+    return isinstance(problem, IntegrityError) and not _is_moved(repo, problem)
+
+
+def _is_moved(repo: Repository, problem: IntegrityError) -> bool:
+    """Whether a record lies under another's name alone: its own is neither visible nor in the trash."""
+    folder, _, place = str(problem.facts.get("written_as", "")).partition("/")
+    run, _, file_name = place.partition("/")
+    own = name_in(run, file_name) if folder == "commits" and is_name(run) else None
+    return own is not None and not repo.records.is_listed(own) and own not in repo.trash.records()
 
 
 def give_up(repo: Repository, ref: str) -> list[RecordName]:

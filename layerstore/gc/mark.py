@@ -320,7 +320,7 @@ def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may he
             # One that was moved needs only its name; where it lies over another, that one needs a copy.
             exc.hint if "written_as" in exc.facts else None,
             f"layerstore repair --from COPY {copy_helps}",
-            gives_up and f"{gives_up} gives it up",
+            gives_up and f"{gives_up} gives it up{' if it is a copy' if 'written_as' in exc.facts else ''}",
         )
         hint = "; ".join(filter(None, remedies))
         raise IntegrityError(f"cannot tell what {called} needs: {exc}", hint=hint) from exc

@@ -512,6 +512,10 @@ def test_a_record_whose_run_was_renamed_is_not_given_up(store: Store) -> None:
             fresh.drop("renamed@20")
         assert "give it back its name, commits/r/" in (caught.value.hint or "")
         folder.with_name("renamed").rename(folder)
+        shutil.copytree(folder, folder.with_name("copied"))
+        fresh.drop("r@20")
+        assert len(fresh.give_up("copied@20")) == len(fresh.give_up("copied@10")) == 1
+        fresh.undrop("r@20")
         assert [entry.step for entry in fresh.log()] == [20, 10]
         assert fresh.verify(read_data=True).ok
 
