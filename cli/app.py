@@ -46,7 +46,7 @@ from layerstore.cli.render import (
     print_warning,
     speak_up,
 )
-from layerstore.cli.shares import is_follower, leave, led, work_for_lead
+from layerstore.cli.shares import is_follower, led, work_for_lead
 from layerstore.cli.usage import store_hint, usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
 from layerstore.limits import MIB
@@ -260,7 +260,6 @@ def _main(words: list[str]) -> int:
             # From the words, not from parsed options: a usage error is raised before those exist.
             print_error(**asdict(failure), as_json="--json" in _options(words))
     _discard_output()
-    leave(failure.code)
     return failure.code
 
 

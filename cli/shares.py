@@ -7,7 +7,6 @@ The first process runs the command and prints; the others silently work for it, 
 import functools
 import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,8 +35,6 @@ _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """An argument that DeepSpeed's launcher adds to a command."""
 
 _of_this_process = ALONE
-_is_cut_off = False
-"""Whether there are open connections to other processes, which have not been told that this one ends."""
 
 
 def shares() -> Shares:
@@ -54,7 +51,7 @@ def is_follower() -> bool:
 @contextmanager
 def led(words: list[str]) -> Iterator[list[str]]:
     """Yield the *words* of the command for the process that runs it, which may be the first of many."""
-    global _of_this_process, _is_cut_off  # noqa: PLW0603  # a process belongs to one job
+    global _of_this_process  # noqa: PLW0603  # a process belongs to one job
     if _is_launcher(os.getppid()):
         words = [word for word in words if not _LOCAL_RANK.fullmatch(word)]
     place = launched()
@@ -64,7 +61,6 @@ def led(words: list[str]) -> Iterator[list[str]]:
     from layerstore.errors import JobLost
     from layerstore.shares.processes import Led
 
-    _is_cut_off = True
     _of_this_process = job = Led(count=place[1])
     try:
         yield words
@@ -72,33 +68,15 @@ def led(words: list[str]) -> Iterator[list[str]]:
         _of_this_process = ALONE
         with suppress(JobLost):  # the earlier error says why
             job.end()
-            _is_cut_off = False
 
 
 def work_for_lead() -> None:
     """Work for the process that runs the command, until it ends."""
-    global _is_cut_off  # noqa: PLW0603
     from layerstore.shares.processes import serve_lead
 
     place = launched()
     assert place is not None, "a launcher has started this"
-    _is_cut_off = True
     serve_lead(*place, _opened)
-    _is_cut_off = False
-
-
-def leave(code: int) -> None:
-    """
-    Exit with *code* if this process is cut off: torch's threads would wait forever on its connections.
-
-    Join our own threads first, so that they remove their drafts, including a thread that a pool was just starting when
-    a signal came and does not know about.
-    """
-    if _is_cut_off:
-        for thread in threading.enumerate():
-            if not thread.daemon and thread is not threading.current_thread():
-                thread.join()
-        os._exit(code)
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 """
-Work in shares among the processes that a launcher started: the lead's questions and the others' answers, over gloo.
+Work in shares among the processes that a launcher started: the lead's questions and the others' answers, over TCP.
 
-Both are small, and pickled by torch, which is safe: every process runs the same code for the same user, as the ranks of
-a training job do.
+Both are small, and pickled, which is safe: every process runs the same code for the same user, as the ranks of a
+training job do. They meet where the launcher says, as those would; the connections are our own, because gloo can wait
+for ever for a process that dies while it sends or receives.
 """
 
 import os
 import platform
 import re
 import secrets
+import socket
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +20,8 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import connection as connections
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,14 +30,18 @@ from layerstore.shares import Answer, Repository, Shares, Work
 from layerstore.threads import start
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch._C._distributed_c10d import Store
 
 _MEETING = timedelta(minutes=5)
 """How long the processes wait for each other at the start."""
 _MEETING_WARNS_AFTER = timedelta(seconds=20)
 """How long until the lead says that it is waiting."""
-_WORKING = timedelta(days=30)
-"""How long a process may work on its share. If one dies, its system closes its connections, and the others end."""
+_HELLO = timedelta(seconds=20)
+"""How long the lead waits for the first words of whoever connects to it."""
+_LEAD = "layerstore lead"
+"""Where the processes meet, this names the lead's port, and what the others say to it first."""
+_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 6))
+"""A process that dies closes its connections; a host that dies is given up after three minutes without a sign of it."""
 _PORTS = range(20_000, 32_000)
 """Below the range that systems use for outgoing connections."""
 
@@ -179,31 +188,22 @@ class _Line:
     """
     The connections between the lead, process 0, and the others.
 
-    A single thread uses them and works through its requests in order. So signals are handled even while gloo waits, and
+    A single thread uses them and works through its requests in order. So signals are handled even while it waits, and
     no matter what a signal interrupts, a question and its answers are finished before the others are told to end.
     """
 
     def __init__(self, number: int, count: int) -> None:
-        self._count = count
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         start(threading.Thread(target=self._run_calls, name="shares", daemon=True))
         _name_meeting_point()
-
-        def meet() -> "ProcessGroup":
-            import torch.distributed as dist
-
-            dist.init_process_group("gloo", rank=number, world_size=count, timeout=_MEETING)
-            # Another group, as the first one's timeout would end long work, too.
-            group: ProcessGroup = dist.new_group(backend="gloo", timeout=_WORKING)
-            return group
-
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        meeting = self._start_call(meet)
+        meeting = self._start_call(lambda: _connect_all(number, count))
         if number == 0 and not wait([meeting], _MEETING_WARNS_AFTER.total_seconds()).done:
             warnings.warn(f"waiting for the {count} processes of this job at {where}", JobNotice, stacklevel=3)
         try:
-            self._group = meeting.result()
-        except RuntimeError as exc:
+            self._peers = meeting.result()
+            """The others, in order; of another process, the lead alone."""
+        except (EOFError, OSError, RuntimeError) as exc:
             raise JobLost(
                 f"the {count} processes of this job do not meet at {where} ({_words(exc)})",
                 hint="have all been started? MASTER_ADDR and MASTER_PORT say where, LAYERSTORE_SHARES=0 works alone",
@@ -211,41 +211,40 @@ class _Line:
 
     def ask(self, questions: Sequence[_Question]) -> "Future[list[_Answered]]":
         """Send each of *questions* to its process; return a future of the answers."""
-        import torch.distributed as dist
 
         def exchange() -> list[_Answered]:
-            dist.scatter_object_list([None], [None, *questions], src=0, group=self._group)
-            answers: list[Any] = [None] * self._count
-            dist.gather_object(None, answers, dst=0, group=self._group)
-            return answers[1:]
+            self._send(questions)
+            answers: dict[Connection, _Answered] = {}
+            while len(answers) < len(self._peers):
+                # Whichever is ready, so that the end of any process is seen at once.
+                for peer in connections.wait(set(self._peers) - answers.keys()):
+                    assert isinstance(peer, Connection)
+                    answers[peer] = peer.recv()
+            return [answers[peer] for peer in self._peers]
 
         return self._start_call(exchange)
 
     def dismiss(self) -> None:
         """Tell all others to end."""
-        import torch.distributed as dist
-
-        self._call_and_wait(lambda: dist.scatter_object_list([None], [None] * self._count, src=0, group=self._group))
+        self._call_and_wait(lambda: self._send([None] * len(self._peers)))
 
     def listen(self) -> _Question | None:
         """Return the lead's next question; None at the end."""
-        import torch.distributed as dist
-
-        received: list[_Question | None] = [None]
-        self._call_and_wait(lambda: dist.scatter_object_list(received, None, src=0, group=self._group))
-        return received[0]
+        question: _Question | None = self._call_and_wait(self._peers[0].recv)
+        return question
 
     def answer(self, answer: _Answered) -> None:
         """Send *answer* to the lead."""
-        import torch.distributed as dist
-
-        self._call_and_wait(lambda: dist.gather_object(answer, dst=0, group=self._group))
+        self._call_and_wait(lambda: self._send([answer]))
 
     def close(self) -> None:
         """Close the connections."""
-        import torch.distributed as dist
+        for peer in self._peers:
+            peer.close()
 
-        self._call_and_wait(dist.destroy_process_group)
+    def _send(self, messages: Sequence[Any]) -> None:
+        for peer, message in zip(self._peers, messages, strict=True):
+            peer.send(message)
 
     def _call_and_wait(self, call: Callable[[], Result]) -> Result:
         return _result_of(self._start_call(call))
@@ -268,16 +267,67 @@ class _Line:
 def _result_of(result: "Future[Result]") -> Result:
     try:
         return result.result()
-    except RuntimeError as exc:
+    except (EOFError, OSError) as exc:
         raise JobLost(
             f"another process of this job has ended, or cannot be reached ({_words(exc)})",
             hint="repeat the command; if a process was killed, its host's log says why",
         ) from exc
 
 
-def _words(exc: RuntimeError) -> str:
-    """Return gloo's message without its source location and its advice."""
-    return str(exc).partition(". ")[0].rpartition("] ")[2]
+def _words(exc: Exception) -> str:
+    """Return the message without its number, its source location and its advice."""
+    return str(exc).partition(". ")[0].rpartition("] ")[2] or "its connection was closed"
+
+
+def _connect_all(number: int, count: int) -> list[Connection]:
+    """Meet the others; return the lead's connections to them in order, or another process's to the lead."""
+    # Under torchrun its own server is there, which only torch can ask.
+    from torch.distributed.rendezvous import rendezvous
+
+    meeting, _, _ = next(rendezvous("env://", number, count, timeout=_MEETING))
+    if number == 0:
+        return _accept_others(meeting, count)
+    port, _, token = meeting.get(_LEAD).decode().partition(" ")
+    lead = _open_connection(socket.create_connection((os.environ["MASTER_ADDR"], int(port)), _MEETING.total_seconds()))
+    lead.send_bytes(f"{token} {number}".encode())
+    return [lead]
+
+
+def _accept_others(meeting: "Store", count: int) -> list[Connection]:
+    until = time.monotonic() + _MEETING.total_seconds()
+    token = secrets.token_hex(16)
+    hellos = {f"{token} {number}".encode(): number for number in range(1, count)}
+    others: dict[int, Connection] = {}
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    with socket.create_server(("", 0), family=family, backlog=count, dualstack_ipv6=is_dual) as server:
+        meeting.set(_LEAD, f"{server.getsockname()[1]} {token}")
+        while len(others) < count - 1:
+            server.settimeout(max(until - time.monotonic(), 0.001))
+            caller = _open_connection(server.accept()[0])
+            number = _heard_number(caller, hellos)
+            if number is None:
+                caller.close()
+            else:
+                others[number] = caller
+    return [others[number] for number in range(1, count)]
+
+
+def _heard_number(caller: Connection, hellos: dict[bytes, int]) -> int | None:
+    """Return the number of the process that calls; None if it is a stranger, of whom nothing is unpickled."""
+    with suppress(EOFError, OSError):  # it has gone, or says more than a hello
+        if caller.poll(_HELLO.total_seconds()):
+            return hellos.pop(caller.recv_bytes(maxlength=64), None)
+    return None
+
+
+def _open_connection(connected: socket.socket) -> Connection:
+    connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        if hasattr(socket, option):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return Connection(connected.detach())
 
 
 def _name_meeting_point() -> None:
