@@ -92,7 +92,7 @@ def remote_and_references(store: "Store", words: list[str], *, from_here: bool) 
     remotes = store.remotes.urls()
     if is_url(words[0]) or words[0] in remotes:
         return words[0], words[1:] or None
-    if "/" in words[0]:  # so it is no run
+    if "/" in words[0]:  # no run's name has one
         refuse_folder(words[0])
         hint = "a remote is a name or a URL, like file:///FOLDER; a reference is RUN@STEP, RUN or a pin's name"
         raise InvalidInput(f"{words[0]!r} is neither a remote nor a reference", hint=hint)

@@ -87,7 +87,7 @@ def _serve(store: str | None, *, host: str, port: int, run: str | None, keep: "K
     with ReportServer(name, host=host, port=port, run=run, keep=keep) as server:
         print_line(f"serving {server.url} until Ctrl-C")
         if not server.is_local:
-            print_warning("whoever reaches this address can read the names and figures of the store")
+            print_warning("anyone who can reach this address can read the names and figures of the store")
         if opens:
             _show(server.url)
         server.serve_forever()

@@ -101,7 +101,7 @@ def _lost_of(line: "LayerLine") -> str:
 
 
 def _worst_error(view: "CommitView") -> str:
-    """Return the greatest error of coding, beside the greatest movement or value: the two may be of any elements."""
+    """Return the greatest error of coding, relative to the greatest movement or value, of whichever elements."""
     worst = ", ".join(f"{loss.state} {loss.relative_greatest:.2%}" for loss in view.losses)
     return worst and f"{worst} of the greatest"
 

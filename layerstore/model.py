@@ -185,7 +185,7 @@ class LayerVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnVersion(LayerVersion):
-    """A version of which only the objects of one rank are known, and those that all ranks share; never written."""
+    """A version with the objects of one rank, and those that all ranks share; never written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,12 +370,12 @@ class CodingLoss:
 
     @property
     def relative(self) -> float:
-        """The root mean square of the error beside that of what was coded; 0 if that was nothing."""
+        """The root mean square of the error, relative to that of what was coded; 0 if that was nothing."""
         return float((self.squares / self.value_squares) ** 0.5) if self.value_squares else 0.0
 
     @property
     def relative_greatest(self) -> float:
-        """The greatest error beside the greatest of what was coded; 0 if that was nothing."""
+        """The greatest error, relative to the greatest value that was coded; 0 if that was nothing."""
         return self.greatest / self.greatest_value if self.greatest_value else 0.0
 
 

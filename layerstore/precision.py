@@ -1,5 +1,5 @@
 """
-Precision: how finely a save keeps its layers, beside the policy, which says which of them it holds.
+Precision: how finely a save keeps its layers. Which layers those are is for the policy to say.
 
 An exact save is bit for bit what the trainer had. Between exact ones, a compact save keeps every layer in fewer bytes:
 Adam's moments in 8 or 4 bits, masters as differences to an exact version. It never refers to another compact one, so

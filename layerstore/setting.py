@@ -1,5 +1,5 @@
 """
-What a setting, of a policy or an output format, says about itself, beside its field.
+What a setting of a policy or an output format says about itself, in addition to its field.
 
     every: Annotated[int, Setting("a turn at every Nth save", metavar="N")] = 5
 

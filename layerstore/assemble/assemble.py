@@ -429,7 +429,7 @@ class Assembly:
         self.converted.setdefault(file.path, {})[piece.offset] = result
         if piece.is_measured:
             self._measured.setdefault(file.path, {})[piece.offset] = checksum
-        # Shards have roundings beside the masters that they are made from, whose bytes are counted already.
+        # Shards have masters and their roundings; the masters' bytes have been counted already.
         if self.is_export or piece.mean_of or piece.rounding is None:
             self.progress.advance(piece.size_bytes)
 

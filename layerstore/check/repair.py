@@ -247,7 +247,7 @@ class _Repair:
             self._take_away(home, damage)
         if source is not None:
             self._fetch(ref, source, kind=damage.kind)
-        # What lies aside is no loss: readers look there, too.
+        # What lies aside is not lost: readers look there, too.
         return source is not None or self._repo.objects.is_sound(self._repo.layout.aside / ref.id, ref)
 
     def _only_refers(self, blob: BlobRef, object_id: str) -> bool:

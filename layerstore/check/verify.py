@@ -361,7 +361,7 @@ def _check_objects(
 
 
 def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: ObjectSample, progress: Progress) -> None:
-    """Read what only dropped commits need. If something is missing, they cannot come back: that is no loss."""
+    """Read what only dropped commits need. If something is missing, they cannot come back, and nothing else is lost."""
     others = [named.versions, named.states, named.objects]
     kept = {ref for at in {int(ref.id[:2], 16) for ref in named.dropped} for names in others for ref in names.part(at)}
     refs = sorted((ref for ref in named.dropped if ref not in kept and ref in reads), key=lambda ref: ref.id)

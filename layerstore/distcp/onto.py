@@ -119,7 +119,7 @@ class DcpCheckpoint:
         return tuple(self._stage_state(state, staging, writer) for state in states), notes
 
     def _stage_state(self, state: RankState, staging: Staging, writer: ObjectWriter) -> BlobRef:
-        """Stage the base's *state*, counted on."""
+        """Stage the base's *state*, with its counters advanced."""
         files = {
             name: SourceFile(
                 path=name,

@@ -31,7 +31,7 @@ def chosen_format(name: "str | Format", options: Mapping[str, object]) -> Format
     if not isinstance(name, str):
         if isinstance(name, type) or options:
             raise InvalidInput(
-                "a format was given with options beside it, or none of its own", hint='format="hf", dtype="bf16"'
+                "a format was given together with options, or none of its own", hint='format="hf", dtype="bf16"'
             )
         return name
     chosen = next((known for known in FORMATS if known.name == name), None)

@@ -163,7 +163,7 @@ def _tip(view: RunView, going: Set[str]) -> str | None:
 
 
 def _notes_on_job(repo: Repository, view: RunView) -> Iterator[str]:
-    """Yield that a job is saving the run *view*, all of which is dropped: else it would seem to come back by itself."""
+    """Yield a note if a job still saves the run *view*: dropped whole, it would seem to come back by itself."""
     if saved_now(repo, view.run, view.attempts):
         yield f"a job seems to be saving {view.run} now: its next save will be visible; end it first, or drop again"
 

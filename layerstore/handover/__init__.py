@@ -1,5 +1,5 @@
 """
-What one trainer's commit lacks for another: a distributed state beside its layers, and DeepSpeed's trees counted on.
+What one trainer's commit lacks for another: a distributed state, and DeepSpeed's trees at the next step's counts.
 """
 
 from layerstore.handover.advance import UpdatesSince, advance, is_stale, since

@@ -87,7 +87,7 @@ def _written(
 
 
 class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is not typed
-    """Tracks the source of each element of the tensors made from *tensors*, none of which has real elements."""
+    """Tracks the source of each element of tensors made from *tensors*; none of them has real elements."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise

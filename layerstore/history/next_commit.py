@@ -127,7 +127,7 @@ class NextCommit:
         fork = Fork(attempt=self.attempt, step=self.after)
         return replace(self, attempt=attempt, lineage=(fork, *self.lineage))
 
-    def beside(self, view: RunView | None, taken: Collection[int]) -> "NextCommit":
+    def avoiding(self, view: RunView | None, taken: Collection[int]) -> "NextCommit":
         """Return this place, or the same in the next free attempt if another job has *taken* its attempt."""
         if self.attempt not in taken:
             return self

@@ -146,7 +146,7 @@ def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
                 raise  # no collection removes folders
             raise Overtaken(
                 f"files that this ingest had written were removed from the store: {exc}",
-                hint="repeat the command; gc --grace 0s takes what others are writing: not beside an ingest or a save",
+                hint="repeat the command; never run gc --grace 0s during an ingest or a save: it takes what they write",
             ) from exc
         if exc.kind == "no_space" and repo.remote is None:
             exc.message += (
@@ -269,7 +269,7 @@ class _Ingest:
         with contextlib.ExitStack() as opened:
             place = self._place(view, replaced_rows)
             if options.opens_attempt:
-                reserved = reserve(self.repo, self.run, lambda taken: place.beside(view, taken))
+                reserved = reserve(self.repo, self.run, lambda taken: place.avoiding(view, taken))
                 opened.enter_context(reserved.lock)
                 place = reserved.place
             due = frozenset(layer.layer for layer in self.checkpoint.layers)

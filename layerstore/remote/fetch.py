@@ -97,7 +97,7 @@ class Source:
                 hasher.update(data)
             check_hash(ref, hasher)
         except NoStore:
-            raise  # the bucket itself is missing, which is no damage to the object
+            raise  # the bucket itself is missing, which says nothing about the object
         except (NotFound, IntegrityError) as exc:
             raise self.damaged(ref, exc) from exc
 

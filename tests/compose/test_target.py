@@ -72,8 +72,8 @@ def test_a_format_has_only_its_own_options(store: Store, tmp_path: Path) -> None
         ({"format": "dcp", "dtype": "bf16"}, "format dcp has no option dtype"),
         ({"format": "hf", "first": 1, "second": 2}, "format hf has no option first"),
         ({"format": "gguf"}, "there is no format 'gguf'"),
-        ({"format": HuggingFace(), "dtype": "bf16"}, "a format was given with options beside it"),
-        ({"format": HuggingFace}, "a format was given with options beside it"),
+        ({"format": HuggingFace(), "dtype": "bf16"}, "a format was given together with options"),
+        ({"format": HuggingFace}, "a format was given together with options"),
         ({"verfy": False}, "format hf has no option verfy"),
     ]
 

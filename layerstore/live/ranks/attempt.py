@@ -122,7 +122,7 @@ class AttemptLock:
         def placed(taken: Collection[int]) -> NextCommit:
             view = self._repo.catalog.find(self._run)
             place = wish(view)
-            return place.beside(view, {*taken, *self._dropped_after(place)})
+            return place.avoiding(view, {*taken, *self._dropped_after(place)})
 
         reserved = reserve(self._repo, self._run, placed, held=self._held)
         lock.push(reserved.lock)

@@ -1,8 +1,8 @@
 """
 What versions say about each rank's own slices, read once for all ranks.
 
-A version describes the slices of all ranks, of which each needs its own. So one rank reads, checks and takes apart each
-version, and sends every rank its part.
+A version describes the slices of all ranks, but each rank needs its own alone. So one rank reads, checks and takes
+apart each version, and sends every rank its part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
