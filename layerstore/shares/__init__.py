@@ -5,7 +5,7 @@ The first process leads: it runs the command as if it were alone, splits long wo
 others do what it asks and answer with small results. Only the lead writes the final result, a record or a folder's
 final name. So nothing depends on the number of processes, and a process that dies leaves nothing half-done.
 
-`processes.py` carries the questions and answers between them.
+`processes.py` carries the questions and answers between them, over the connections that `meeting.py` makes.
 """
 
 from bisect import bisect_left

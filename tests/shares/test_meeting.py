@@ -10,7 +10,7 @@ import pytest
 
 from layerstore import Store
 from layerstore.errors import JobLost
-from layerstore.shares import processes
+from layerstore.shares import meeting, processes
 from tests.remote.servers import free_port
 
 
@@ -19,7 +19,7 @@ def test_a_lead_alone_says_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> Non
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.setattr(processes, "_MEETING", timedelta(seconds=2))
+    monkeypatch.setattr(meeting, "_MEETING", timedelta(seconds=2))
     monkeypatch.setattr(processes, "_MEETING_WARNS_AFTER", timedelta(seconds=0.2))
 
     with (
