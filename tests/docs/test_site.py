@@ -60,10 +60,10 @@ def test_nothing_is_cut_off(browser: Browser, site: tuple[str, list[str]]) -> No
     with opened(browser, url) as tab:
         for page in pages:
             tab.load(url + page)
-            for scheme in ("default", "slate"):
-                tab.look(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
-                for width in (390, 1300, 1920):
-                    tab.resize(width, 900)
+            for width in (390, 1300, 1920):
+                tab.resize(width, 900)
+                for scheme in ("default", "slate"):
+                    tab.look(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
                     cut[page, scheme, width] = tab.look(CUT)
         complaints = [line for line in tab.said() if not line.startswith(f"asked for: {url}")]
 

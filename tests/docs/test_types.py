@@ -80,6 +80,7 @@ def test_mypy_finds_everything_and_only_what_is_there(programs: Path) -> None:
     assert 'Argument "mode" to "LayerstoreCallback"' in text
 
 
+@pytest.mark.exhaustive
 def test_pyright_finds_everything_and_only_what_is_there(programs: Path) -> None:
     """As editors do; of ray, which nobody needs here, an import may be missing."""
     if importlib.util.find_spec("pyright") is None:

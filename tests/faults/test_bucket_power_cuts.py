@@ -151,7 +151,7 @@ def _looked_at(scene: Path, folder: Path, name: str, seed: int, most: int | None
     "most",
     [
         pytest.param(2, marks=pytest.mark.sample(2, by="name", always=("save",))),
-        pytest.param(4, marks=pytest.mark.full),
+        pytest.param(4, marks=[pytest.mark.full, pytest.mark.sample(5)]),
         pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)], id="every moment"),
     ],
 )

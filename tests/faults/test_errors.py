@@ -111,7 +111,7 @@ def _were_given_up(hook: Refuser) -> bool:
     "count",
     [
         pytest.param(1, marks=pytest.mark.sample(2, by="name", always=("ingest",))),
-        pytest.param(4, marks=pytest.mark.full),
+        pytest.param(2, marks=pytest.mark.full),
         pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)], id="every call"),
     ],
 )

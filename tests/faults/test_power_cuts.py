@@ -126,7 +126,7 @@ def _looked_at(folder: Path, name: str, seed: int, most: int | None) -> tuple[in
     "most",
     [
         pytest.param(2, marks=pytest.mark.sample(2, by="name", always=("ingest", "gc"))),
-        pytest.param(4, marks=pytest.mark.full),
+        pytest.param(3, marks=pytest.mark.full),
         pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)], id="every moment"),
     ],
 )

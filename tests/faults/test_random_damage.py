@@ -372,7 +372,7 @@ def _chosen(chance: random.Random, count: int) -> list[Damage]:
     "count",
     [
         len(PLACES),
-        pytest.param(60, marks=[pytest.mark.full, pytest.mark.timeout(1500)]),
+        pytest.param(30, marks=[pytest.mark.full, pytest.mark.timeout(1500)]),
         pytest.param(300, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)]),
     ],
 )

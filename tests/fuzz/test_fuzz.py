@@ -43,7 +43,7 @@ def test_changed_input_is_refused_or_harmless(fast_path: Path, name: str, count:
     "count",
     [
         pytest.param(5, marks=pytest.mark.sample(1, by="name")),
-        pytest.param(60, marks=pytest.mark.full),
+        pytest.param(30, marks=pytest.mark.full),
         pytest.param(2_000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)]),
     ],
 )

@@ -20,7 +20,7 @@ SCENES = [
     pytest.param(
         Scene(writers=1, collections=2, naps_max=1, one_after_another=True, is_compact=True), marks=pytest.mark.full
     ),
-    pytest.param(Scene(writers=1, collections=2), marks=pytest.mark.full),
+    pytest.param(Scene(writers=1, collections=2), marks=pytest.mark.exhaustive),
     pytest.param(Scene(writers=2, collections=2), marks=pytest.mark.exhaustive),
     pytest.param(Scene(writers=1, collections=3, naps_max=2, one_after_another=True), marks=pytest.mark.exhaustive),
 ]

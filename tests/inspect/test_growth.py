@@ -44,6 +44,7 @@ def what_if(store: layerstore.Store, policy: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -165,6 +165,7 @@ def test_a_served_page_asks_its_server_and_nobody_else() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("runs", "saves", "layers"), [(1, 250, 130), (40, 30, 24), (100, 2, 4)])
 def test_a_page_stays_below_its_bound(tmp_path: Path, runs: int, saves: int, layers: int) -> None:
     """Whatever there are many of; what is left out is said in the facts, and the newest save is never left out."""

@@ -85,6 +85,7 @@ def test_what_need_not_be_kept_goes(ranks: Nursery, tmp_path: Path) -> None:
     assert len(list(Path(tmp_path, "bucket", "trash").rglob("*.*"))) == 4
 
 
+@pytest.mark.full
 def test_training_goes_on_whatever_the_server_does(
     ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str], s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +152,7 @@ def damaged_in(url: str, environment: dict[str, str], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("are_there", [True, False], ids=["processes", "hosts"])
 @pytest.mark.parametrize(("host", "request_"), [(0, "before objects"), (1, "after objects"), (0, "before commits")])
 def test_a_level_in_each_host_survives_the_processes(
@@ -182,6 +184,7 @@ def test_a_level_in_each_host_survives_the_processes(
 
 
 @pytest.mark.full
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("host", "request_"), CASES, ids=[f"{host}-{each.replace(' ', '-')}" for host, each in CASES])
 def test_a_killed_host_costs_what_was_not_reported(
     host: int,

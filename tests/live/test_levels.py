@@ -45,6 +45,7 @@ def ids_in(level: str) -> dict[int, str]:
         return {entry.step: entry.commit for entry in store.log(RUN)}
 
 
+@pytest.mark.full
 def test_the_nearest_level_that_is_left_is_resumed_from(
     ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:

@@ -346,6 +346,7 @@ def moved(number: int, movements: dict[str, float], *, age: int = 1) -> Save:
     )
 
 
+@pytest.mark.full
 def test_drift_takes_what_moved_worst_first_within_its_budget() -> None:
     """Below the threshold nothing is due, above it as much as the budget allows."""
     movements = {"model.layers.0": 0.2, "model.layers.1": 0.5, "model.layers.2": 0.3, "lm_head": 0.001}

@@ -235,6 +235,7 @@ def test_a_grace_that_no_push_knows_is_refused(pushed: Store, bucket: Bucket, gr
 
 
 @pytest.mark.full
+@pytest.mark.sample(1)
 def test_pushes_and_collections_at_once(
     store: Store, saved: Checkpoints, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

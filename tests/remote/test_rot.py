@@ -189,6 +189,7 @@ def saved_there(saved: Checkpoints, tmp_path: Path) -> Path:
     return tmp_path / "remote"
 
 
+@pytest.mark.full
 @pytest.mark.fault(108, 113)
 @pytest.mark.parametrize("files", READ_THERE)
 def test_a_flipped_bit_in_a_bucket_is_never_handed_out(saved_there: Path, files: str, tmp_path: Path) -> None:

@@ -566,6 +566,7 @@ def test_a_server_that_is_down_is_one_line(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.full
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*trying again in:layerstore.remote.RemoteNotice")  # moto answers 500 now and then
 def test_saves_and_collections_at_once(
     saved: Checkpoints, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

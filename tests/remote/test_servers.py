@@ -54,6 +54,7 @@ def large(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path / "large", layers=2, hidden=256, vocab=4096)
 
 
+@pytest.mark.sample(1, by="endpoint")
 def test_a_push_that_is_killed_again_and_again(store: Store, large: Checkpoints, url: str, tmp_path: Path) -> None:
     """What shows there is whole at any moment; finished, it is the store, and composes the same bytes."""
     large.into(store, 2, 4)
@@ -132,6 +133,7 @@ def test_a_corrupted_object_is_named_and_healed(store: Store, saved: Checkpoints
     assert layerstore.open(url).verify(read_data=True).ok
 
 
+@pytest.mark.sample(1, by="endpoint")
 def test_two_pushers_and_a_collection_at_once(
     store: Store, saved: Checkpoints, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def test_times_are_compared_with_a_durable_copy() -> None:
     assert [(bar.value, bar.holds) for bar in compact.bars(timings)] == [(0.5, True), (2.0, False)]
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_tiny_run_of_the_verbs_and_the_bytes(tmp_path: Path) -> None:
     """A long run takes what is computed from two of its saves, to within what their records take."""
     older, newer = (generate_size(tmp_path / f"checkpoint-{step}", TINY_GIB, step=step) for step in (1, 2))

@@ -72,7 +72,7 @@ def test_rows_become_a_table_with_bars(tmp_path: Path) -> None:
     assert line[-7:] == ["1.800", "4.00", "s", "12.00", "12.00", "100", "MB"]
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_tiny_run_on_the_cpu_goes_on_where_it_was(tmp_path: Path) -> None:
     """Every system has its row: a job, or why there is none; a second run does only what is missing."""
     rows, arguments = Rows(tmp_path / "rows.jsonl"), ["gpu", "--tiny", "--dir", str(tmp_path)]

@@ -1,5 +1,7 @@
 """`python -m tests.house` counts what is there, and nothing twice."""
 
+import pytest
+
 from layerstore.units import size
 from tests.house import ALONE, Count, counted, door, public_names, room_of, sources_here, table
 from tests.walks import Walk, walk
@@ -45,6 +47,7 @@ def test_rooms_add_up_to_the_product() -> None:
     assert lines["tests"] == ["0", "0", "0", "0", "1", "1", "0", "0"]
 
 
+@pytest.mark.full
 def test_no_room_is_overfull() -> None:
     """Who comes new to a room has to read its door and look through its files: 30 names and 15 files at most."""
     rooms = {name: count for name, count in counted(sources_here()).items() if name not in {ALONE, "tests"}}

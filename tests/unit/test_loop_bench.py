@@ -51,7 +51,7 @@ def test_only_a_job_that_saves_each_step_has_compact_saves() -> None:
     }
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_tiny_run_of_each_step_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compact saves write fewer bytes, to disk and to memory, and nothing is left in memory."""
 

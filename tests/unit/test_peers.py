@@ -195,7 +195,7 @@ def test_memory_of_children_counts() -> None:
     assert peak.size_bytes - before >= 100_000_000
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every system that is installed resumes bit for bit, also on other ranks; layerstore notices a flipped bit."""
     rows = tmp_path / "rows.jsonl"

@@ -77,6 +77,7 @@ def test_every_form_resumes_what_it_and_another_one_have_saved(
     assert losses(launch) == losses(saved[count])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("on", RUNS)
 def test_every_form_resumes_what_every_form_has_saved(
     saved: dict[int, Launch], ranks: Nursery, folder: Path, on: str

@@ -26,6 +26,7 @@ def losses(ranks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return found
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("where", ["copy", "write", "part", "commit"])
 def test_a_killed_save_is_never_seen_and_the_next_launch_goes_on(

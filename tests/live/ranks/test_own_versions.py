@@ -147,6 +147,7 @@ def test_a_rank_that_is_told_reads_no_version(saved: Store, reads: list[BlobRef]
     assert set(reads) == {composition.base.states[0], composition.base.states[2]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "layers"), [(MANY, 3), (MANY, 20), (4, 9)])
 def test_of_many_ranks_none_reads_more_than_its_share(
     store: Store, reads: list[BlobRef], ranks: int, layers: int
