@@ -8,7 +8,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,6 @@ def led(words: list[str]) -> Iterator[list[str]]:
     if place is None:
         yield words
         return
-    from layerstore.errors import JobLost
     from layerstore.shares.processes import Led
 
     _of_this_process = job = Led(count=place[1])
@@ -66,8 +65,7 @@ def led(words: list[str]) -> Iterator[list[str]]:
         yield words
     finally:
         _of_this_process = ALONE
-        with suppress(JobLost):  # the earlier error says why
-            job.end()
+        job.end()
 
 
 def work_for_lead() -> None:

@@ -1,8 +1,8 @@
 """
-Where the processes of a launcher meet, and the connections that they then have.
+Where the processes that a launcher started meet, and the connections that they make there.
 
-They meet where the launcher says, as the ranks of a training do. The connections are our own, because gloo can wait for
-ever for a process that dies while it sends or receives.
+They meet where the ranks of a training job would. The connections are our own, because gloo can wait for ever for a
+process that dies while it sends or receives.
 """
 
 import os
@@ -23,11 +23,17 @@ if TYPE_CHECKING:
 _MEETING = timedelta(minutes=5)
 """How long the processes wait for each other at the start."""
 _HELLO = timedelta(seconds=20)
-"""How long the lead waits for the first words of whoever connects to it."""
-_LEAD = "layerstore lead"
-"""Where the processes meet, this names the lead's port, and what the others say to it first."""
-_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 6))
-"""A process that dies closes its connections; a host that dies is given up after three minutes without a sign of it."""
+"""How long a connection may take, and how long the lead waits for what its caller says first."""
+_HELLO_BYTES = 40
+"""A token of 32 hexadecimal digits, and the process's number."""
+# A process that dies closes its connections. A host that dies does not: it is given up after three silent minutes.
+_LIVENESS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 180_000),  # while something sent is not acknowledged, in milliseconds
+)
 _PORTS = range(20_000, 32_000)
 """Below the range that systems use for outgoing connections."""
 
@@ -57,53 +63,70 @@ def name_meeting_point() -> None:
 
 
 def connect_all(number: int, count: int) -> list[Connection]:
-    """Meet the others; return the lead's connections to them in order, or another process's to the lead."""
-    # Under torchrun its own server is there, which only torch can ask.
+    """
+    Meet the others; return the lead's connections to them, in order, or this process's connection to the lead.
+
+    Raises:
+        OSError, RuntimeError, ValueError: They do not meet, or the variables that say where make no sense.
+    """
+    # A server of torchrun may listen there, which only torch can ask.
     from torch.distributed.rendezvous import rendezvous
 
-    meeting, _, _ = next(rendezvous("env://", number, count, timeout=_MEETING))
-    if number == 0:
-        return _accept_others(meeting, count)
-    port, _, token = meeting.get(_LEAD).decode().partition(" ")
-    lead = _open_connection(socket.create_connection((os.environ["MASTER_ADDR"], int(port)), _MEETING.total_seconds()))
-    lead.send_bytes(f"{token} {number}".encode())
-    return [lead]
-
-
-def _accept_others(meeting: "Store", count: int) -> list[Connection]:
     until = time.monotonic() + _MEETING.total_seconds()
+    meeting, _, _ = next(rendezvous("env://", number, count, timeout=_MEETING))
+    # That server outlives us: each command, and each restart of a job, leaves its port under another key.
+    job = f"layerstore {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"{job} lead {meeting.add(f'{job} process {number}', 1)}"
+    if number == 0:
+        return _accept_others(meeting, key, count, until)
+    port, _, token = meeting.get(key).decode().partition(" ")
+    lead = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), _HELLO.total_seconds())
+    lead.sendall(_hello(token, number))
+    return [_connection(lead)]
+
+
+def _accept_others(meeting: "Store", key: str, count: int, until: float) -> list[Connection]:
     token = secrets.token_hex(16)
-    hellos = {f"{token} {number}".encode(): number for number in range(1, count)}
+    hellos = {_hello(token, number): number for number in range(1, count)}
     others: dict[int, Connection] = {}
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     with socket.create_server(("", 0), family=family, backlog=count, dualstack_ipv6=is_dual) as server:
-        meeting.set(_LEAD, f"{server.getsockname()[1]} {token}")
-        while len(others) < count - 1:
+        port = server.getsockname()[1]
+        meeting.set(key, f"{port} {token}")
+        while hellos:
             server.settimeout(max(until - time.monotonic(), 0.001))
-            caller = _open_connection(server.accept()[0])
+            try:
+                caller, _ = server.accept()
+            except TimeoutError as exc:
+                missing = min(hellos.values())
+                raise TimeoutError(f"process {missing} has not connected to port {port}") from exc
             number = _heard_number(caller, hellos)
             if number is None:
                 caller.close()
             else:
-                others[number] = caller
+                others[number] = _connection(caller)
     return [others[number] for number in range(1, count)]
 
 
-def _heard_number(caller: Connection, hellos: dict[bytes, int]) -> int | None:
-    """Return the number of the process that calls; None if it is a stranger, of whom nothing is unpickled."""
-    with suppress(EOFError, OSError):  # it has gone, or says more than a hello
-        if caller.poll(_HELLO.total_seconds()):
-            return hellos.pop(caller.recv_bytes(maxlength=64), None)
-    return None
+def _hello(token: str, number: int) -> bytes:
+    return f"{token}{number:08}".encode()
 
 
-def _open_connection(connected: socket.socket) -> Connection:
+def _heard_number(caller: socket.socket, hellos: dict[bytes, int]) -> int | None:
+    """Return the number of the process that calls; None if it does not know the token. Nothing is unpickled yet."""
+    caller.settimeout(_HELLO.total_seconds())
+    heard = b""
+    with suppress(OSError):  # it is silent, or has gone
+        while len(heard) < _HELLO_BYTES and (piece := caller.recv(_HELLO_BYTES - len(heard))):
+            heard += piece
+    return hellos.pop(heard, None)
+
+
+def _connection(connected: socket.socket) -> Connection:
     connected.settimeout(None)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        if hasattr(socket, option):
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    for level, option, value in _LIVENESS:
+        connected.setsockopt(level, option, value)
     return Connection(connected.detach())
 
 

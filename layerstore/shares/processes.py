@@ -16,8 +16,6 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection as connections
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -170,7 +168,7 @@ class _Line:
     The connections between the lead, process 0, and the others.
 
     A single thread uses them and works through its requests in order. So signals are handled even while it waits, and
-    no matter what a signal interrupts, a question and its answers are finished before the others are told to end.
+    whatever a signal interrupts, a question and its answers are finished before the others are told to end.
     """
 
     def __init__(self, number: int, count: int) -> None:
@@ -183,8 +181,8 @@ class _Line:
             warnings.warn(f"waiting for the {count} processes of this job at {where}", JobNotice, stacklevel=3)
         try:
             self._peers = meeting.result()
-            """The others, in order; of another process, the lead alone."""
-        except (EOFError, OSError, RuntimeError) as exc:
+            """The lead's connections to the others, in order; or the one to the lead."""
+        except (OSError, RuntimeError, ValueError) as exc:
             raise JobLost(
                 f"the {count} processes of this job do not meet at {where} ({_words(exc)})",
                 hint="have all been started? MASTER_ADDR and MASTER_PORT say where, LAYERSTORE_SHARES=0 works alone",
@@ -195,18 +193,21 @@ class _Line:
 
         def exchange() -> list[_Answered]:
             self._send(questions)
-            answers: dict[Connection, _Answered] = {}
-            while len(answers) < len(self._peers):
-                # Whichever is ready, so that the end of any process is seen at once.
-                for peer in connections.wait(set(self._peers) - answers.keys()):
-                    assert isinstance(peer, Connection)
-                    answers[peer] = peer.recv()
-            return [answers[peer] for peer in self._peers]
+            answers, lost = [], None
+            # To the end, even if one is lost: the others' work is over before this process removes what it holds.
+            for number, peer in enumerate(self._peers, 1):
+                try:
+                    answers.append(peer.recv())
+                except (EOFError, OSError) as exc:
+                    lost = lost or ConnectionError(f"process {number}: {_words(exc)}")
+            if lost is not None:
+                raise lost
+            return answers
 
         return self._start_call(exchange)
 
     def dismiss(self) -> None:
-        """Tell all others to end."""
+        """Tell all others that are left to end."""
         self._call_and_wait(lambda: self._send([None] * len(self._peers)))
 
     def listen(self) -> _Question | None:
@@ -216,7 +217,7 @@ class _Line:
 
     def answer(self, answer: _Answered) -> None:
         """Send *answer* to the lead."""
-        self._call_and_wait(lambda: self._send([answer]))
+        self._call_and_wait(lambda: self._peers[0].send(answer))
 
     def close(self) -> None:
         """Close the connections."""
@@ -225,7 +226,8 @@ class _Line:
 
     def _send(self, messages: Sequence[Any]) -> None:
         for peer, message in zip(self._peers, messages, strict=True):
-            peer.send(message)
+            with suppress(OSError):  # it has gone, and so it answers nothing: that is noticed
+                peer.send(message)
 
     def _call_and_wait(self, call: Callable[[], Result]) -> Result:
         return _result_of(self._start_call(call))
@@ -256,5 +258,5 @@ def _result_of(result: "Future[Result]") -> Result:
 
 
 def _words(exc: Exception) -> str:
-    """Return the message without its number, its source location and its advice."""
-    return str(exc).partition(". ")[0].rpartition("] ")[2] or "its connection was closed"
+    """Return the message without an errno, torch's source location, or what follows the first sentence."""
+    return str(exc).partition(". ")[0].rpartition("] ")[2] or "the connection was closed"

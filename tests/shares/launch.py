@@ -78,7 +78,7 @@ class Job:
         ]
 
     def wait(self) -> list[Ended]:
-        """Return how each process has ended; a minute after the first, all have to."""
+        """Return how each process has ended; each has two minutes."""
         found = []
         try:
             for process in self.processes:

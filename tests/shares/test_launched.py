@@ -160,7 +160,7 @@ def test_a_fetch_ends_where_a_process_of_it_has_ended(store: Store, tmp_path: Pa
 
 @pytest.mark.full
 def test_the_first_process_ends_between_question_and_answers(store: Store, checkpoints: Checkpoints) -> None:
-    """It hears the answers first: then the others know that they are to end."""
+    """It waits for the answers before it tells the others to end."""
     words = ("ingest", "--store", store.path, checkpoints(10), "--run", "r")
     first, *others = Job(*words, count=3, module="tests.shares.terminated_while_asking").wait()
     assert first.code == 128 + signal.SIGTERM, first
