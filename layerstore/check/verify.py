@@ -365,20 +365,13 @@ def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: Obj
     others = [named.versions, named.states, named.objects]
     kept = {ref for at in {int(ref.id[:2], 16) for ref in named.dropped} for names in others for ref in names.part(at)}
     refs = sorted((ref for ref in named.dropped if ref not in kept and ref in reads), key=lambda ref: ref.id)
-    refs = [ref for ref in refs if _is_there(repo, ref)]
+    refs = [ref for ref in refs if repo.objects.is_there(ref)]
     counted.objects += len(refs)
     counted.objects_read += len(refs)
     counted.bytes_read += sum(ref.size_bytes for ref in refs)
     for ref, problem in _lost(repo, [refs], reads, progress):
-        if _is_there(repo, ref):
+        if repo.objects.is_there(ref):
             named.note(replace(_lost_object(repo, "object", ref, problem, ()), costs=(named.dropped[ref],)))
-
-
-def _is_there(repo: Repository, ref: BlobRef) -> bool:
-    try:
-        return repo.objects.find_at_once(ref) is not None
-    except IntegrityError:
-        return True  # of another size, or no file
 
 
 _Lost = tuple[BlobRef, LayerstoreError]

@@ -331,6 +331,10 @@ class MirroredObjects(FetchedObjects):
         """Return where *ref* is or will be."""
         return self._layout.object(ref.id)
 
+    def is_there(self, ref: BlobRef) -> bool:
+        """Whether the bucket lists the name of *ref*."""
+        return ref.id in self.source.listed(ref.id[:2])
+
     def check_there(self, ref: BlobRef) -> None:
         """Raise IntegrityError unless the bucket lists *ref* in full size."""
         self.source.check_there(ref)

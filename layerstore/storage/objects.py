@@ -131,6 +131,13 @@ class ObjectStore:
         """Return the path of *ref* without waiting, None if it is not visible now; raises as `find` does."""
         return self._first_present(ref, self._places_now(ref.id))
 
+    def is_there(self, ref: BlobRef) -> bool:
+        """Whether anything has the name of *ref* now, even if it is damaged."""
+        try:
+            return self.find_at_once(ref) is not None
+        except IntegrityError:  # of another size, or no file
+            return True
+
     def _first_present(self, ref: BlobRef, places: Iterable[Path]) -> Path | None:
         for path in places:
             size_bytes = self._files.size(path)

@@ -34,6 +34,7 @@ from layerstore.parts import Part
 from layerstore.remote import Bucket, RemoteNotice, saving
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks
 from layerstore.storage import ObjectWriter
+from tests.faults.harness import flip, seeded
 from tests.remote.at_once import save_and_collect
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints
@@ -443,18 +444,35 @@ def test_nothing_comes_back_beside_a_collection(in_a_folder: Store, saved: Check
 
 
 def test_what_collections_took_does_not_come_back(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
-    """An undrop looks for every object; the commit stays in the trash."""
-    saved.into(in_a_folder, 2, 4)
-    mine = {path for path in (tmp_path / "remote" / "objects").rglob("*") if path.is_file()}
-    in_a_folder.ingest(saved(6, seed=6), run="r")
-    in_a_folder.drop("r@6")
-    next(path for path in (tmp_path / "remote" / "objects").rglob("*") if path.is_file() and path not in mine).unlink()
+    """An undrop looks for every object; the commit stays in the trash, which is no damage."""
+    seeded("collected").choice(dropped_of_its_own(in_a_folder, saved, tmp_path)).unlink()
 
     with pytest.raises(Overtaken, match="cannot come back"):
         in_a_folder.undrop("r@6")
 
     assert [each.commit.record.step for each in in_a_folder.dropped()] == [6]
-    assert not in_a_folder.verify(read_data=True).ok  # it says what the dropped commit has lost
+    assert in_a_folder.verify(read_data=True).ok
+
+
+def test_what_only_dropped_commits_need_is_read(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """No collection leaves a damaged object: the bucket has lost it for the undrop, too."""
+    path = seeded("damaged").choice(dropped_of_its_own(in_a_folder, saved, tmp_path))
+    flip(path)
+
+    verdict = in_a_folder.verify(read_data=True)
+
+    assert [damage.id for damage in verdict.damaged] == [path.name]
+    assert next(cost.holder for cost in verdict.damaged[0].costs).startswith("r@6 (commit ")
+
+
+def dropped_of_its_own(store: Store, saved: Checkpoints, folder: Path) -> list[Path]:
+    """Save three steps and drop the last one; return the objects that only it needs."""
+    objects = folder / "remote" / "objects"
+    saved.into(store, 2, 4)
+    others = {path for path in objects.rglob("*") if path.is_file()}
+    store.ingest(saved(6, seed=6), run="r")
+    store.drop("r@6")
+    return sorted(path for path in objects.rglob("*") if path.is_file() and path not in others)
 
 
 def test_a_damaged_record_is_given_up(
