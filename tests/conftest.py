@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 import layerstore
 from layerstore import Store
 from tests import generated, operators, sampling, tiers
-from tests.environment import memory
+from tests.environment import claim_memory, memory
 from tests.inspect.chromium import Browser, program
 from tests.unit.checkpoints import Checkpoints
 
@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(tiers)
     # A process that is aborted leaves its stacks in what it has written.
     os.environ["PYTHONFAULTHANDLER"] = "1"
+    config.add_cleanup(claim_memory())
     # Most tests wait for a disk to sync what nobody will read again. What wants a disk makes itself one.
     if (folder := memory()) is not None and shutil.disk_usage(folder).free >= MEMORY_BYTES_MIN:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folder))

@@ -1,17 +1,66 @@
 """Where the tests are, and where they may write fast."""
 
+import fcntl
 import os
 import resource
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 
+_OWN = "PYTEST_FOLDER_IN_MEMORY"
+"""Tells workers, and what tests start, where this run's folder in memory is."""
+
 
 def memory() -> Path | None:
-    """Return the folder that lies in memory, where there is one to be written to."""
-    folder = Path("/dev/shm")
+    """Return a folder that lies in memory, where there is one to be written to: a run of the tests has its own."""
+    folder = Path(os.environ.get(_OWN, "/dev/shm"))
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+
+
+def claim_memory() -> Callable[[], None]:
+    """
+    Make this run's own folder in memory; return what removes it, unless a test failed there.
+
+    Folders of earlier runs go first: one that was killed may have left gigabytes, and nothing else removes them.
+    """
+    folder = memory()
+    if folder is None or _OWN in os.environ:
+        return lambda: None
+    runs = folder / f"layerstore-tests-{os.getuid()}"
+    runs.mkdir(exist_ok=True)
+    others = _lock(runs, fcntl.LOCK_EX)
+    for run in runs.iterdir():
+        try:
+            os.close(_lock(run, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except BlockingIOError:
+            continue  # it still runs
+        shutil.rmtree(run, ignore_errors=True)  # processes of its tests may have outlived it
+    own = Path(tempfile.mkdtemp(dir=runs))
+    own.chmod(0o755)  # some tests give up the rights of root
+    claimed = _lock(own, fcntl.LOCK_EX)
+    os.close(others)
+    os.environ[_OWN] = str(own)
+
+    def end() -> None:
+        del os.environ[_OWN]
+        if not any(own.glob("pytest-of-*/pytest-*/*")):  # of tests that failed: the next run removes it
+            shutil.rmtree(own)
+        os.close(claimed)
+
+    return end
+
+
+def _lock(folder: Path, operation: int) -> int:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, operation)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def processor_seconds(start: Callable[[], object]) -> float:

