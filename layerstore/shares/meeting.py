@@ -20,9 +20,9 @@ from layerstore.errors import InvalidInput
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_MEETING = timedelta(minutes=5)
+_MEETING_SECONDS = 300.0
 """How long the processes wait for each other at the start."""
-_HELLO = timedelta(seconds=20)
+_HELLO_SECONDS = 20.0
 """How long a connection may take, and how long the lead waits for what its caller says first."""
 _HELLO_BYTES = 40
 """A token of 32 hexadecimal digits, and the process's number."""
@@ -72,15 +72,15 @@ def connect_all(number: int, count: int) -> list[Connection]:
     # A server of torchrun may listen there, which only torch can ask.
     from torch.distributed.rendezvous import rendezvous
 
-    until = time.monotonic() + _MEETING.total_seconds()
-    meeting, _, _ = next(rendezvous("env://", number, count, timeout=_MEETING))
+    until = time.monotonic() + _MEETING_SECONDS
+    meeting, _, _ = next(rendezvous("env://", number, count, timeout=timedelta(seconds=_MEETING_SECONDS)))
     # That server outlives us: each command, and each restart of a job, leaves its port under another key.
     job = f"layerstore {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     key = f"{job} lead {meeting.add(f'{job} process {number}', 1)}"
     if number == 0:
         return _accept_others(meeting, key, count, until)
     port, _, token = meeting.get(key).decode().partition(" ")
-    lead = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), _HELLO.total_seconds())
+    lead = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), _HELLO_SECONDS)
     lead.sendall(_hello(token, number))
     return [_connection(lead)]
 
@@ -95,7 +95,7 @@ def _accept_others(meeting: "Store", key: str, count: int, until: float) -> list
         port = server.getsockname()[1]
         meeting.set(key, f"{port} {token}")
         while hellos:
-            server.settimeout(max(until - time.monotonic(), 0.001))
+            server.settimeout(max(until - time.monotonic(), 0.001))  # at 0 it would not wait even for who is there
             try:
                 caller, _ = server.accept()
             except TimeoutError as exc:
@@ -115,7 +115,7 @@ def _hello(token: str, number: int) -> bytes:
 
 def _heard_number(caller: socket.socket, hellos: dict[bytes, int]) -> int | None:
     """Return the number of the process that calls; None if it does not know the token. Nothing is unpickled yet."""
-    caller.settimeout(_HELLO.total_seconds())
+    caller.settimeout(_HELLO_SECONDS)
     heard = b""
     with suppress(OSError):  # it is silent, or has gone
         while len(heard) < _HELLO_BYTES and (piece := caller.recv(_HELLO_BYTES - len(heard))):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from layerstore.shares import Answer, Repository, Shares, Work
 from layerstore.shares.meeting import connect_all, name_meeting_point
 from layerstore.threads import start
 
-_MEETING_WARNS_AFTER = timedelta(seconds=20)
+_MEETING_WARNS_AFTER_SECONDS = 20.0
 """How long until the lead says that it is waiting."""
 
 Result = TypeVar("Result")
@@ -177,7 +176,7 @@ class _Line:
         name_meeting_point()
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         meeting = self._start_call(lambda: connect_all(number, count))
-        if number == 0 and not wait([meeting], _MEETING_WARNS_AFTER.total_seconds()).done:
+        if number == 0 and not wait([meeting], _MEETING_WARNS_AFTER_SECONDS).done:
             warnings.warn(f"waiting for the {count} processes of this job at {where}", JobNotice, stacklevel=3)
         try:
             self._peers = meeting.result()

@@ -7,7 +7,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,8 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_a_lead_alone_says_that_it_waits(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     """After a while, and then gives up."""
-    monkeypatch.setattr(meeting, "_MEETING", timedelta(seconds=2))
-    monkeypatch.setattr(processes, "_MEETING_WARNS_AFTER", timedelta(seconds=0.2))
+    monkeypatch.setattr(meeting, "_MEETING_SECONDS", 2.0)
+    monkeypatch.setattr(processes, "_MEETING_WARNS_AFTER_SECONDS", 0.2)
 
     with (
         pytest.warns(processes.JobNotice, match=rf"waiting for the 2 processes of this job at 127.0.0.1:{port}"),
@@ -56,7 +55,7 @@ def test_one_server_serves_one_meeting_after_another(monkeypatch: pytest.MonkeyP
     """As torchrun's does, which outlives the commands of a script: who comes first does not call an earlier lead."""
     from torch._C._distributed_c10d import TCPStore
 
-    monkeypatch.setattr(meeting, "_MEETING", timedelta(seconds=20))
+    monkeypatch.setattr(meeting, "_MEETING_SECONDS", 20.0)
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for _ in range(3):
@@ -77,7 +76,7 @@ def test_strangers_neither_join_nor_hold_anybody_up(monkeypatch: pytest.MonkeyPa
     """Whether they say nothing, too little, or something else."""
     from torch._C._distributed_c10d import HashStore
 
-    monkeypatch.setattr(meeting, "_HELLO", timedelta(seconds=0.5))
+    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.5)
     place, others = HashStore(), []
     with ThreadPoolExecutor(1) as pool:
         lead = pool.submit(meeting._accept_others, place, "key", 2, time.monotonic() + 60)
