@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import bytes_of_only, commit_named, concluding, notes_on_exact
-from layerstore.history import Needs, begins_id, references_to, resolve, saved_now, view_read_again
+from layerstore.history import Needs, begins_id, references_to, resolve, view_read_again
 from layerstore.layers import is_name, parse_reference, typed
 from layerstore.model import Commit, CommitId, Saving
 from layerstore.publish import republish, retire
@@ -164,7 +164,7 @@ def _tip(view: RunView, going: Set[str]) -> str | None:
 
 def _notes_on_job(repo: Repository, view: RunView) -> Iterator[str]:
     """Yield a note if a job still saves the run *view*: dropped whole, it would seem to come back by itself."""
-    if saved_now(repo, view.run, view.attempts):
+    if repo.attempts_being_saved(view.run, view.attempts):
         yield f"a job seems to be saving {view.run} now: its next save will be visible; end it first, or drop again"
 
 

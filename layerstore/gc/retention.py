@@ -6,9 +6,10 @@ from datetime import datetime
 from typing import ClassVar
 
 from layerstore.errors import IntegrityError
+from layerstore.format import WITHOUT_MOMENTS
 from layerstore.gc.mark import commit_named, named, pin_names, readable_pins
-from layerstore.gc.trim import has_moments, saved_ns
-from layerstore.history import measured_by, saved_now
+from layerstore.gc.trim import has_moments
+from layerstore.history import measured_by
 from layerstore.model import Commit, CommitId
 from layerstore.policy import Candidate, Keep
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
@@ -120,7 +121,7 @@ class Facts:
             logged = {} if best is None else measured_by(self.repo, commit.record, view=view).at_save
             metrics = {name: value for name, value in logged.items() if best and name == best.metric}
             fact = _Fact(
-                time_ns=saved_ns(self.repo, commit),
+                time_ns=_saved_ns(self.repo, commit),
                 metrics=metrics,
                 waits_for_log=is_tip and best is not None and not metrics,
             )
@@ -166,6 +167,20 @@ class Facts:
         """Forget commits that are not in *view*."""
         for name in self._known.keys() - view.rows.keys():
             del self._known[name]
+
+
+def _saved_ns(repo: Repository, commit: Commit) -> int:
+    """
+    Return when *commit* was saved: the later of its record's time and its file's.
+
+    The node's clock may be wrong; the file has the filesystem's time, as *now* has. But a trimmed commit's file is only
+    as old as the trim.
+    """
+    record = commit.record
+    if WITHOUT_MOMENTS in record.flags:
+        return commit.observed.time_ns
+    path = repo.layout.record(record.run, record.step, commit.id)
+    return max(commit.observed.time_ns, repo.files.modified_ns(path) or 0)
 
 
 def choose(
@@ -258,7 +273,7 @@ def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
 
 def _being_saved(repo: Repository, view: RunView) -> set[CommitId]:
     """Return the tips of attempts that jobs are saving now, which their next saves inherit from."""
-    return {view.of_attempt(attempt)[-1].id for attempt in saved_now(repo, view.run, view.attempts)}
+    return {view.of_attempt(attempt)[-1].id for attempt in repo.attempts_being_saved(view.run, view.attempts)}
 
 
 def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:

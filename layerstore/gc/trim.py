@@ -65,20 +65,6 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
     return Trim(commit=make_commit(trimmed, observed), versions=versions, objects=tuple(objects))
 
 
-def saved_ns(repo: Repository, commit: Commit) -> int:
-    """
-    Return when *commit* was saved: the later of its record's time and its file's.
-
-    The node's clock may be wrong; the file has the filesystem's time, as *now* has. But a trimmed commit's file is only
-    as old as the trim.
-    """
-    record = commit.record
-    if WITHOUT_MOMENTS in record.flags:
-        return commit.observed.time_ns
-    path = repo.layout.record(record.run, record.step, commit.id)
-    return max(commit.observed.time_ns, repo.files.modified_ns(path) or 0)
-
-
 def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
     """Add what *trim* will need to *needs*; return the objects that exist already and were not needed before."""
     needs.add(trim.versions)

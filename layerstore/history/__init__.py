@@ -7,7 +7,7 @@ from layerstore.history.needs import (
     named_by,
     objects_of_state,
 )
-from layerstore.history.next_commit import NextCommit, reserve, saved_now
+from layerstore.history.next_commit import NextCommit, reserve
 from layerstore.history.pushed import PushedNotice, forget_pushed, note_pushed, pushed_to
 from layerstore.history.references import (
     Resolved,
@@ -58,7 +58,6 @@ __all__ = [
     "reserve",
     "resolve",
     "saved_at",
-    "saved_now",
     "saves_below",
     "view_read_again",
 ]

@@ -265,18 +265,3 @@ def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Next
             except StorageIO as exc:
                 doubt = exc  # no lock can be had here: only the courtesy is lost
         return Reserved(place=place, lock=lock, passed=tuple(taken.values()), doubt=doubt)
-
-
-def saved_now(repo: Repository, run: str, attempts: Iterable[int]) -> set[int]:
-    """Return those of *attempts* that a job is saving, as far as locks can tell."""
-    saving = set()
-    for attempt in attempts:
-        # Never locked, so no job has saved it; taking the lock would make its file.
-        if not repo.files.exists(repo.layout.attempt_lock(run, attempt)):
-            continue
-        try:
-            with repo.lock_attempt(run, attempt, at_once=True):
-                pass
-        except (Locked, StorageIO):
-            saving.add(attempt)  # StorageIO: unknown, and what may be saved now has to stay
-    return saving

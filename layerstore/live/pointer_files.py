@@ -25,7 +25,7 @@ from layerstore.filenames import (
     TRAINER_STATE,
 )
 from layerstore.format import Plain, from_plain, to_plain
-from layerstore.history import Resolved, reference_to, saved_now
+from layerstore.history import Resolved, reference_to
 from layerstore.layers import parse_reference
 from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange, log_nothing_yet, store_if_there
@@ -161,7 +161,7 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
 
 def _newest_instead(store: Store, view: RunView | None, pointer: Pointer) -> str:
     """Return the hint for a dangling pointer: usually the job was killed before the save was complete."""
-    if saved_now(store.repo, pointer.run, [pointer.attempt]):
+    if store.repo.attempts_being_saved(pointer.run, [pointer.attempt]):
         return f"a job still saves attempt {pointer.attempt}: that save is not complete yet, or it failed; try again"
     if view is None or not view.visible:
         return f"its save was not complete when the job ended, or it was removed; {pointer.run} has no other"

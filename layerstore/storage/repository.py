@@ -10,7 +10,15 @@ from pathlib import Path
 from threading import Event
 
 from layerstore.disk import Files, HeldLock, OpenFile, lock, network_filesystem, open_lock_file
-from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayerstoreError, Unsupported
+from layerstore.errors import (
+    AlreadyExists,
+    IntegrityError,
+    InvalidInput,
+    LayerstoreError,
+    Locked,
+    StorageIO,
+    Unsupported,
+)
 from layerstore.format import StoreIdentity, decode_state, decode_version
 from layerstore.hashing import digest
 from layerstore.layers import typed
@@ -160,6 +168,20 @@ class Repository:
             # Wait at least a moment: gc holds this lock that long when it checks which attempts are being saved.
             deadline_seconds=0 if at_once else 1,
         )
+
+    def attempts_being_saved(self, run: str, attempts: Iterable[int]) -> set[int]:
+        """Return those of *attempts* that a job is saving, as far as locks can tell."""
+        saving = set()
+        for attempt in attempts:
+            # Never locked, so no job has saved it; taking the lock would make its file.
+            if not self.files.exists(self.layout.attempt_lock(run, attempt)):
+                continue
+            try:
+                with self.lock_attempt(run, attempt, at_once=True):
+                    pass
+            except (Locked, StorageIO):
+                saving.add(attempt)  # StorageIO: unknown, and what may be saved now has to stay
+        return saving
 
     def lock_gc(self) -> AbstractContextManager[HeldLock]:
         """Hold the lock that prevents two concurrent collections."""
