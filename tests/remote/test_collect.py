@@ -10,6 +10,7 @@ from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, Unsupported
 from layerstore.history import pushed_to
 from layerstore.remote import Bucket
+from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED
 from tests.remote.at_once import push_and_collect
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints
@@ -215,9 +216,10 @@ def test_a_push_beside_a_collection_looks_again(
         if len(pauses) == 1:
             assert {each.name for each in bucket.listed("commits")} == names
             bucket.remove([min(objects(bucket) - before)])
+            bucket.mark(f"{COLLECTIONS_AT_WORK}/0")  # the next one has begun
 
     monkeypatch.setattr(sys.modules["layerstore.remote.push"].time, "sleep", pause)
-    bucket.mark("gc/ended/0")
+    bucket.mark(f"{COLLECTIONS_ENDED}/0")
 
     assert pushed.push().commits == ("r@8", "r@10", "r@12")
 
