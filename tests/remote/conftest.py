@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -100,6 +102,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"file://{tmp_path}/remote"
     found: str = request.getfixturevalue("s3")
     return found
+
+
+@contextmanager
+def on_disk() -> Iterator[Path]:
+    """Yield a folder for gigabytes, which other tests would miss in memory."""
+    with TemporaryDirectory(prefix="layerstore-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -125,7 +125,6 @@ def _running(
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGKILL)  # a polite end takes SeaweedFS ten seconds
         server.wait()
-        shutil.rmtree(folder)  # gigabytes of memory, which the tests that follow need
 
 
 def _wait_until_it_answers(server: "subprocess.Popen[bytes]", endpoint: str, log: Path) -> None:

@@ -20,6 +20,7 @@ from layerstore.remote import Bucket
 from tests.bench.generate import generate_size
 from tests.faults.harness import seeded
 from tests.remote.at_once import push_and_collect
+from tests.remote.conftest import on_disk
 from tests.remote.servers import SERVERS, credentials
 from tests.unit.checkpoints import Checkpoints, digests, snapshot
 
@@ -33,10 +34,17 @@ pytestmark = [
 KILLS = 10
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Yield a folder on a disk."""
+    with on_disk() as folder:
+        yield folder
+
+
 @pytest.fixture(scope="module", params=SERVERS)
-def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run each server in turn."""
-    with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as found:
+    with on_disk() as folder, SERVERS[request.param](folder) as found:
         yield found
 
 

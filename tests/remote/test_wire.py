@@ -21,6 +21,7 @@ from layerstore.remote import Bucket, push
 from layerstore.remote.cloud import part_bytes_for
 from tests.bench.generate import generate
 from tests.bench.measure import peak_bytes_of
+from tests.remote.conftest import on_disk
 from tests.remote.proxy import Wire, proxied
 from tests.remote.servers import KEY, SECRET, seaweedfs
 from tests.unit.checkpoints import Checkpoints, digests
@@ -28,10 +29,17 @@ from tests.unit.checkpoints import Checkpoints, digests
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Yield a folder on a disk."""
+    with on_disk() as folder:
+        yield folder
+
+
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def endpoint() -> Iterator[str]:
     """Run a server."""
-    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as found:
+    with on_disk() as folder, seaweedfs(folder) as found:
         yield found
 
 
