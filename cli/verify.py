@@ -74,20 +74,23 @@ def verify(
         verdict = opened_store.verify(
             ref, read_data=read_data, read_data_subset=read_data_subset, seed=seed, progress=progress
         )
-        is_bucket = opened_store.repo.remote is not None
+        url = opened_store.repo.remote
     if as_json:
         print_json(json_fields(verdict))
     else:
-        _print_verdict(verdict, reference, is_bucket=is_bucket)
+        _print_verdict(verdict, reference, is_bucket=url is not None)
         if not reads:
             print_note("tensor data was not read; --read-data checks it too")
     if verdict.damaged:
         option = " --read-data" if reads else ""  # without it, repair would not find this damage
+        where = ""
         if remote is not None:
             option += f" --remote {typed(remote)}"
+        elif url is not None:
+            option += f" --remote {typed(url)}"
+            where = ", in a store that has what is lost there,"
         raise IntegrityError(
-            _damage_in_words(verdict),
-            hint=f"layerstore repair{option} --dry-run says what can be done",
+            _damage_in_words(verdict), hint=f"layerstore repair{option} --dry-run{where} says what can be done"
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import layerstore
 from tests.cli.conftest import Run
+from tests.faults.harness import flip
 
 
 @pytest.fixture
@@ -103,6 +104,21 @@ def test_what_is_counted_there_is_in_the_bucket(run: Run, url: str, store: Path)
     orphan.write_bytes(b"nothing names it")
     verified = run("--store", url, "verify")
     assert "1 object of no commit: harmless, and removed by a gc once they are a day old" in verified.out + verified.err
+
+
+def test_damage_there_names_the_repair_from_here(run: Run, url: str, store: Path) -> None:
+    """Which works as it stands, in the store that has pushed."""
+    largest = max(Path(url.removeprefix("file://"), "objects").rglob("*"), key=lambda path: path.stat().st_size)
+    flip(largest)
+
+    verify = run("--store", url, "verify", "--read-data")
+
+    assert verify.err.splitlines()[-1] == (
+        f"hint: layerstore repair --read-data --remote {url} --dry-run, in a store that has what is lost there, "
+        "says what can be done"
+    )
+    assert run("--store", store, "repair", "--read-data", "--remote", url).code == 0
+    assert run("--store", url, "verify", "--read-data").code == 0
 
 
 def test_an_empty_store_by_its_url_is_pushed_to(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
