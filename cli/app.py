@@ -89,7 +89,7 @@ class Commands(TyperGroup):
         return self.commands[name]
 
     def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
-        """Write the commands, then the options before a command."""
+        """Write the commands, then the options that may precede them."""
         write_commands(formatter)
         write_options(self.get_params(ctx), ctx, formatter)
 
@@ -129,11 +129,11 @@ _OUT_OF_MEMORY = Failure(
     kind="no_memory",
     code=EXIT_NO_MEMORY,
     message="memory ran out; what was saved before is not affected",
-    hint="give it more (ulimit -v, the job's or the container's limit), or end what else uses it, and repeat it",
+    hint="raise the memory limit (ulimit -v, job, container), or end what else uses memory, and repeat the command",
 )
 
 
-# Address space for saying so: what an exhausted process has left is not enough for a few lines.
+# A reserve of address space for printing that: an exhausted process may lack room for even a few lines.
 _room = [bytearray(4 * MIB)]
 
 
@@ -160,7 +160,7 @@ def layerstore_(
     cache: Annotated[
         str | None,
         typer.Option(
-            "--cache", metavar="SIZE", help="Keep at most so much of remotes on this host, like 20GB. [default: 100GiB]"
+            "--cache", metavar="SIZE", help="Cache up to SIZE of remotes on this host, like 20GB. [default: 100GiB]"
         ),
     ] = None,
     as_json: AsJson = False,
@@ -209,16 +209,16 @@ def layerstore_(
     if about(context.invoked_subcommand).answers:
         mark_as_answer()
     if cache is not None:
-        size_in_bytes(cache)  # raises if it is none
+        size_in_bytes(cache)  # raises if it is not a size
         os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # it is only read from there
     shared = {"store": store, "as_json": as_json}
-    # So that --store and --json may stand before the command as well as behind it.
+    # So that --store and --json may come before the command as well as after it.
     context.default_map = {context.invoked_subcommand: shared}
 
 
 @functools.cache
 def command_line() -> Commands:
-    """Return the command with all its commands."""
+    """Return the top-level command with all its subcommands."""
     group = typer.main.get_command(app)
     assert isinstance(group, Commands)
     for param in group.params:
@@ -292,7 +292,7 @@ def _run(words: list[str]) -> Failure | None:
 
 
 def _unexpected(exc: Exception) -> Failure:
-    if _is_out_of_memory(exc):  # first: an OSError too, when an import reads a folder
+    if _is_out_of_memory(exc):  # checked first: it can also be an OSError, when an import reads a folder
         _show_traceback()
         return _OUT_OF_MEMORY
     if isinstance(exc, OSError):
@@ -376,7 +376,7 @@ def _unwound_by_sigterm() -> Iterator[None]:
         return
 
     def unwind(number: int, frame: FrameType | None) -> None:
-        # From now on the default: a second one must end even what hangs while it unwinds.
+        # Restore the default: a second SIGTERM must end the process even if unwinding hangs.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise Terminated
 

@@ -1,4 +1,4 @@
-"""``layerstore apply``: put a delta onto an export."""
+"""``layerstore apply``: apply a delta to an export."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,10 +22,10 @@ def apply(
     as_json: AsJson = False,
 ) -> None:
     """
-    Put a delta onto an export of its base.
+    Apply a delta to an export of its base.
 
-    Each tensor is compared with its checksum before and after; nothing changes unless all fit.
-    What was put on before is passed over. No store is needed.
+    Each tensor's checksum is checked before and after; nothing changes unless all match.
+    Tensors that already match the target are skipped. No store is needed.
 
     \b
     Examples:
@@ -38,8 +38,8 @@ def apply(
         print_json(json_fields(applied))
         return
     if not applied.tensors_changed:
-        print_line(f"{shown(folder)} is that of {shown(applied.name)} already; nothing was written")
+        print_line(f"{shown(folder)} already matches {shown(applied.name)}; nothing was written")
         return
     changed = counted(applied.tensors_changed, "tensor")
     took = f"{size(applied.bytes_written)} in {applied.seconds:.1f} s"
-    print_line(f"{shown(folder)} is that of {shown(applied.name)} now: {changed} changed, {took}")
+    print_line(f"{shown(folder)} now matches {shown(applied.name)}: {changed} changed, {took}")

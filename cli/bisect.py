@@ -39,9 +39,9 @@ _FOLDER = Path("layerstore-bisect")
 
 def bisect(
     good: Annotated[str, typer.Argument(metavar="GOOD", help="A save that is good, or `log`.")],
-    bad: Annotated[str | None, typer.Argument(metavar="BAD", help="A later one that is bad.")] = None,
+    bad: Annotated[str | None, typer.Argument(metavar="BAD", help="A later save that is bad.")] = None,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND {}", help="What judges the folder in the place of {}.")
+        list[str] | None, typer.Argument(metavar="-- COMMAND {}", help="Judges a folder, whose path replaces {}.")
     ] = None,
     *,
     metric: Annotated[
@@ -55,7 +55,7 @@ def bisect(
         DTypeName | None, typer.Option(metavar=one_of(DTypeName), help="The element type. [default: as trained]")
     ] = None,
     steps_only: Annotated[bool, typer.Option("--steps-only", help="Do not look for the layers.")] = False,
-    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where trials and the log are.")] = _FOLDER,
+    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="The folder for trials and the log.")] = _FOLDER,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -63,8 +63,8 @@ def bisect(
     Find the save that went bad, and the layers that make it bad.
 
     COMMAND judges a folder as compose --format hf writes it: exit 0 for good, 125 for cannot tell, 1 to 124 for bad.
-    First the step is searched for, then the smallest set of its layers that makes the last good save bad.
-    The same command goes on where it was interrupted; `layerstore bisect log` shows the trials.
+    It finds the step first, then a minimal set of its layers that makes the last good save bad.
+    Repeat an interrupted command to continue it; `layerstore bisect log` shows the trials.
 
     \b
     Examples:
@@ -101,18 +101,18 @@ def bisect(
 
 @contextlib.contextmanager
 def _reporting_kept_log(folder: Path, new_trials: "list[Trial]") -> Iterator[None]:
-    """Print that the log stays if the user interrupts."""
+    """If the user interrupts, print that the log is kept."""
     try:
         yield
     except KeyboardInterrupt:
         print_aside(
-            f"{counted(len(new_trials), 'new trial')} and the log are in {folder}: the same command goes on from there"
+            f"{counted(len(new_trials), 'new trial')} and the log are in {folder}: the same command resumes from there"
         )
         raise
 
 
 def _pass_on(output: str) -> None:
-    """Show what a command has printed."""
+    """Show what the command has printed."""
     for line in output.splitlines():
         print_aside(line)
 
@@ -132,7 +132,7 @@ def _print_result(result: "Bisected", *, is_new: bool, folder: Path) -> None:
     print_paragraph(shown(str(result)), indent=2)
     print_note(f"{counted(len(result.trials), 'trial')}, {size(result.bytes_written)} written")
     if not is_new:
-        print_note(f"all of this is from the log in {folder}; remove it to ask again")
+        print_note(f"all results come from the log in {folder}; remove that folder to judge again")
     print_note(with_store(f"next: layerstore diff {result.good} {result.bad} --stat shows how far the layers moved"))
 
 

@@ -19,15 +19,15 @@ ABOUT = About("Elsewhere", store=None)
 def clone(
     url: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX, gs://…, az://… or file:///FOLDER.")],
     path: Annotated[
-        Path | None, typer.Argument(metavar="PATH", help="A new or empty folder; else the last name in the URL.")
+        Path | None, typer.Argument(metavar="PATH", help="A new or empty folder. [default: the last name in the URL]")
     ] = None,
     records: Annotated[
-        bool, typer.Option("--records", help="No tensors: each is fetched when it is first needed, and stays.")
+        bool, typer.Option("--records", help="Fetch only records now; each tensor is fetched once when needed.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """
-    Make a store of all that a remote has; the remote is its origin.
+    Copy a remote to a new store; the remote becomes its origin.
 
     A killed clone resumes where it stopped; just repeat the command.
 

@@ -1,5 +1,5 @@
 """
-The commands: each is a function in the file of its name, which says the rest about itself as ``ABOUT``.
+The commands: each is a function in the file of the same name, which describes it further in ``ABOUT``.
 
 A file is imported when its command runs, is suggested or explained: importing all would be too slow for completion.
 """
@@ -48,7 +48,7 @@ def function_of(command: str) -> Callable[..., None]:
 
 
 def sections() -> dict[str, list[str]]:
-    """Return the commands by what they are for."""
+    """Return the commands by section."""
     by_section: dict[str, list[str]] = {}
     for command in COMMANDS:
         by_section.setdefault(about(command).section, []).append(command)

@@ -1,5 +1,5 @@
 """
-Shell completion: typer's own, of commands, options and values that are one of a few words.
+Shell completion by typer: of commands, options, and values that are one of a few words.
 
 On errors nothing is offered; the command itself will report them.
 """
@@ -40,10 +40,10 @@ def script_for(shell: Shell, command: "Command") -> str:
 
 
 def answer_shell(command: "Command") -> int:
-    """Print completions in the form of typer's script for this shell; for a process that does nothing else."""
+    """Print completions in the form that typer's script for this shell reads; for a process that does nothing else."""
     from typer.core import TyperArgument, TyperOption
 
-    # The line's values may stay texts: converting them would import pydantic, which takes longer than everything else.
+    # Values on the line may stay strings: converting them would import pydantic, which takes longer than all the rest.
     for kind in (TyperArgument, TyperOption):
         kind.process_value = lambda self, ctx, value: value  # type: ignore[method-assign]
     with contextlib.redirect_stderr(io.StringIO()):

@@ -59,7 +59,7 @@ PolicyName = Annotated[
 ]
 RecipeFile = Annotated[
     Path | None,
-    typer.Option("--recipe", metavar="F", help="A file that says where each layer is from.", rich_help_panel=_SOURCE),
+    typer.Option("--recipe", metavar="F", help="A file that says where layers come from.", rich_help_panel=_SOURCE),
 ]
 MaxStaleness = Annotated[
     int | None,
@@ -93,12 +93,12 @@ WithoutDamaged = Annotated[
     bool,
     typer.Option(
         "--without-damaged",
-        help="Read it all first; take an older version of what is damaged.",
+        help="Read everything first; use older versions of damaged layers.",
         rich_help_panel=_SAFETY,
     ),
 ]
 NoVerify = Annotated[
-    bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.", rich_help_panel=_SAFETY)
+    bool, typer.Option("--no-verify", help="Check only sizes, not the bytes that are read.", rich_help_panel=_SAFETY)
 ]
 ForceOption = Annotated[
     bool, typer.Option("--force", help="Replace DIR, if layerstore wrote it.", rich_help_panel=_SAFETY)
@@ -113,16 +113,16 @@ ForceForeign = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_SAFETY)]
 _AVERAGE: OptionTable = {
-    "mean": (str, "SAVES", "Average the masters of these saves: last:10, or sft@800,sft@900:2 with weights."),
-    "ema": (float, "B", "Weigh the last saves: each B times the one after it."),
-    "mean_layers": (str, "PATTERN", "Average only these layers; the others are REF's."),
+    "mean": (str, "SAVES", "Average the masters of these saves: last:10, or weighted: sft@800,sft@900:2."),
+    "ema": (float, "B", "Weight the last saves: each counts B times as much as the next."),
+    "mean_layers": (str, "PATTERN", "Average only these layers; the others come from REF."),
 }
 
 
 def _format_options() -> OptionTable:
-    """Return what chooses the format, and the options of all formats."""
+    """Return the option that chooses the format, and the options of all formats."""
     names = tuple(known.name for known in FORMATS)
-    what = "; ".join(f"{known.name}: {known.about}" for known in FORMATS) + ". [default: shards; dcp if that saved REF]"
+    what = "; ".join(f"{known.name}: {known.about}" for known in FORMATS) + ". [default: shards; dcp if dcp saved REF]"
     table: dict[str, tuple[Any, str, str]] = {"format": (Literal[names], "|".join(names), what)}
     for name in dict.fromkeys(name for known in FORMATS for name in settings_of(known)):
         having = {known.name: settings_of(known)[name] for known in FORMATS if name in settings_of(known)}
@@ -164,7 +164,7 @@ def compose(
     """
     Write a checkpoint to resume from, or weights for Transformers.
 
-    A policy or a recipe chooses the save that each layer comes from; all else is REF's.
+    A policy or a recipe chooses the save that each layer comes from; all else comes from the base.
     DIR appears whole or not at all.
 
     \b
@@ -242,13 +242,13 @@ class _Request:
     pin: str | None
 
     def composite(self, store: "Store") -> "Composite":
-        """Return it; raise InvalidInput if what was given does not go together."""
+        """Return the composite; raise InvalidInput if options that exclude each other were given."""
         if self.average:
             if self.pin is not None:
                 raise InvalidInput(
                     "an average cannot be pinned: no object of the store has its bytes", hint="write it with -o DIR"
                 )
-            self._check_alone("an average", {"--recipe": self.recipe}, "it takes each save as it is: leave that out")
+            self._check_alone("an average", {"--recipe": self.recipe}, "averages take saves as they are: leave it out")
             reference = chosen_reference(store, ref=self.ref, run=self.run, step=self.step)
             words = dict(self.average)
             return store.average(words.pop("mean", None), ref=reference, layers=words.pop("mean_layers", None), **words)
@@ -261,7 +261,7 @@ class _Request:
         return store.compose(reference, policy=policy, exact=self.exact, without_damaged=self.without_damaged)
 
     def _check_alone(self, what: str, given: Mapping[str, object], hint: str) -> None:
-        """Raise InvalidInput if *given*, a policy or its settings were given for *what* decides itself."""
+        """Raise InvalidInput if any of *given*, a policy or its settings was passed: *what* decides these itself."""
         damaged = self.without_damaged and bool(self.average)
         given = {**given, "--policy": self.policy, "--exact": self.exact or None, "--without-damaged": damaged or None}
         for name, value in {**given, **{f"--{setting}": value for setting, value in self.settings.items()}}.items():
@@ -292,7 +292,7 @@ def _print_plan(
     fields: dict[str, object],
     as_json: bool,
 ) -> None:
-    """Print the files that there would be; of what training resumes from, also which save each layer comes from."""
+    """Print the files that would be written; if training can resume from them, also which save each layer is from."""
     from layerstore.assemble import ExportPlan
 
     if not isinstance(plan, ExportPlan):
@@ -346,7 +346,7 @@ def _print_written(composite: "Composite", written: "Exported", *, adam_step: st
 
 
 def _print_delta(composite: "Composite", written: "DeltaWritten", *, as_json: bool) -> None:
-    """Say what changed, and how it is put on."""
+    """Say what changed, and how to apply it."""
     fields = {**json_fields(written), "format": written.format}
     if _print_warnings_and_json(composite, written.notes, fields, as_json=as_json):
         return
@@ -357,7 +357,7 @@ def _print_delta(composite: "Composite", written: "DeltaWritten", *, as_json: bo
         f"{size(written.bytes_written)} instead of {size(written.bytes_whole)}, in {written.seconds:.1f} s",
         indent=2,
     )
-    print_line(f"put it on with layerstore apply {typed(str(written.out))} FOLDER")
+    print_line(f"apply it with: layerstore apply {typed(str(written.out))} FOLDER")
 
 
 def _print_layers(composite: "Composite") -> None:

@@ -15,7 +15,7 @@ from layerstore.units import size
 
 ABOUT = About("Before you start", store=None, answers=True)
 
-DemoFolder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="A new folder for all that it makes.")]
+DemoFolder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="A new folder for everything that it writes.")]
 
 
 def demo(*, folder: DemoFolder = Path("layerstore-demo"), as_json: AsJson = False) -> None:
@@ -61,10 +61,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
     }
     mixture, other, gc = facts["mixture"], facts["other_ranks"], facts["gc"]
     in_words = {
-        "mixture": f"from steps {', '.join(map(str, mixture['steps']))}; trained on, its loss is {mixture['loss']:.4f}",
+        "mixture": f"from steps {', '.join(map(str, mixture['steps']))}; loss after resuming: {mixture['loss']:.4f}",
         "other ranks": f"on 1 rank, {other['same']} of {other['tensors']} masters and moments are identical",
         "gc": f"{gc['removed']} commits removed: {size(gc['before_bytes'])} before, {size(gc['after_bytes'])} after",
-        "report": f"{facts['report']}; the store is beside it",
+        "report": f"{facts['report']}; the store is next to it",
     }
     print_line()
     print_rows(usage, facts["saved"])

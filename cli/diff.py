@@ -58,8 +58,8 @@ def diff(
     Compare two commits by layer and kind, or one layer by parameter.
 
     They may belong to different runs. The exit code is 0 whether or not they differ.
-    REL L2 is the norm of B - A over that of A, COSINE that of the angle between A and B.
-    With LAYER, each parameter has that norm of its masters and of each optimizer state, or is identical bit for bit.
+    REL L2 is the norm of B - A divided by the norm of A, COSINE the cosine of the angle between A and B.
+    With LAYER, REL L2 is shown for each parameter's masters and optimizer states that differ in any bit.
 
     \b
     Examples:
@@ -103,7 +103,7 @@ def _print_result(difference: "Diff", *, stat: bool) -> None:
     kinds = [kind.value for kind in Kind if any(kind.value in layer.kinds for layer in difference.layers)]
     columns = [
         Column("LAYER", folds=True),
-        # With --stat, the masters are what is measured: they are the last to go.
+        # --stat measures the masters, so their column is the last of these to be left out.
         *(Column(kind.upper(), drops=1 + (kind != Kind.MASTER.value)) for kind in kinds),
         Column("CHANGED", "right"),
         *([Column("REL L2", "right"), Column("COSINE", "right")] if stat else []),
@@ -245,7 +245,7 @@ def _print_layer(difference: "ParametersDiff") -> None:
 
 
 def _name(parameter: "ParameterDiff", layer: str) -> str:
-    """Return its name inside the layer, and what is special about it."""
+    """Return the name of *parameter* inside *layer*, and what is special about it."""
     name = parameter.parameter.removeprefix(f"{layer}.")
     tied = f"tied to {', '.join(parameter.tied)}" if parameter.tied else ""
     about = ", ".join(filter(None, ["frozen" if parameter.frozen else "", tied]))

@@ -29,9 +29,9 @@ def doctor(
     """
     Check whether a place can keep the promises of a store.
 
-    Tries out its filesystem, the index, the clock, the space, and versions.
+    Tests the filesystem, the index, the clock, the space and the versions.
     Trial files are removed again. The report contains no secrets, and is made for pasting.
-    Exits with 1 if there is a problem, which breaks a promise; a note does not.
+    A problem breaks a promise, so the exit code is 1; a note does not.
 
     \b
     Examples:

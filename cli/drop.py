@@ -32,7 +32,7 @@ NAMED_MAX = 20
 
 Refs = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[REF]...", help="RUN@STEP, RUN~1@STEP, a commit's id, or RUN, its newest; never a pin."),
+    typer.Argument(metavar="[REF]...", help="RUN@STEP, RUN~1@STEP, a commit's id, or RUN for its newest; never a pin."),
 ]
 Runs = Annotated[
     list[str] | None,
@@ -52,10 +52,10 @@ def drop(
     Move commits to the trash.
 
     layerstore undrop brings them back; a gc empties the trash after 7 days, in a bucket after a day.
-    Later commits that have layers from them keep these, and so does a pin.
-    If one of several is not found, none goes.
+    Later commits that inherited layers from them keep these layers, and so do pins.
+    If one of several is not found, none is dropped.
     A commit whose record cannot be read is given up; until then, it blocks gc.
-    One whose record was moved is refused: give the file its name back.
+    A commit whose record was moved is refused: give the file its name back.
 
     \b
     Examples:
@@ -68,11 +68,11 @@ def drop(
     wanted = list(dict.fromkeys(refs or []))
     with opened(store) as opened_store:
         in_bucket = opened_store.repo.remote is not None
-        # A drop has to read the record.
+        # A drop must read the record; without it, a commit can only be given up.
         given_up = {ref: lost for ref in wanted if (lost := opened_store.give_up(ref, dry_run=True))}
         sound = [ref for ref in wanted if ref not in given_up]
         dropped = opened_store.drop_commits(sound, runs=run or (), dry_run=dry_run)
-        if not dry_run:  # after the others, which are all found by now
+        if not dry_run:  # after the others, now that all of them were found
             given_up = {ref: lost for ref in given_up if (lost := opened_store.give_up(ref))}
     if as_json:
         print_json(_fields(dropped, given_up, is_one=is_one_ref(refs, run)) | {"dry_run": dry_run})
@@ -112,7 +112,7 @@ def _fields(dropped: "Sequence[Dropped]", given_up: dict[str, tuple[str, ...]], 
 
 
 def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: bool, whole_runs: Sequence[str]) -> None:
-    """Print what went, or would go, and what that means, once for all of them; *whole_runs* if nothing else went."""
+    """Print once for all what was dropped, or would be, and the effects; *whole_runs* if only runs were named."""
     is_one = len(dropped) == 1
     references = [shown(commit.reference) for commit in dropped]
     name = (
@@ -144,7 +144,7 @@ def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: boo
 
 
 def _print_tip(dropped: "Sequence[Dropped]") -> None:
-    """Print what the run of *dropped* means without them."""
+    """Print which commit the run of *dropped* means without them."""
     run, tip = shown(dropped[0].run), dropped[0].tip
     if tip is None:
         print_line(f"{run} has no other commit")

@@ -96,22 +96,22 @@ Policies = Annotated[
 
 
 Trainable = Annotated[
-    str, _option("--trainable", "SHARE", "The share that is trained, like 0.5%: LoRA, frozen layers.")
+    str, _option("--trainable", "SHARE", "The share of parameters that is trained, like 0.5% for LoRA.")
 ]
 Movement = Annotated[float | None, _option("--movement", "X", f"{_MEASURING}: how far layers move from save to save.")]
 _COSTS: OptionTable = {
     "keep_last": (int, "N", "Keep the newest N. [default: all]"),
     "keep_every": (int, "STEPS", "Keep every multiple of STEPS."),
-    "copy_rate": (str, "RATE", f"What a rank copies while it is held up. [default: {_DEFAULTS['--copy-rate']}]"),
+    "copy_rate": (str, "RATE", f"How fast a rank copies while training waits. [default: {_DEFAULTS['--copy-rate']}]"),
     "price": (
         str,
         "GB-MONTH,GPU-HOUR",
-        "Say what it costs, by a price list in dollars: 0.023,2.50.",
+        "Show costs, too, at these prices in dollars: 0.023,2.50.",
     ),
 }
 """The options for what is kept of a run, and for what it costs."""
 
-TrainedType = Annotated[DTypeName | None, _option("--dtype", one_of(DTypeName), "What is trained in. [default: bf16]")]
+TrainedType = Annotated[DTypeName | None, _option("--dtype", one_of(DTypeName), "The training dtype. [default: bf16]")]
 
 _PRECISION = {name: row for name, row in table_of(IngestOptions).items() if name in {"precision", "exact_every"}}
 
@@ -121,14 +121,14 @@ _PRECISION = {name: row for name, row in table_of(IngestOptions).items() if name
 def estimate(
     model: ModelName = None,
     *,
-    params: Annotated[str | None, _option("--params", "8B", "Instead of MODEL: how large it is.")] = None,
-    layers: Annotated[int | None, _option("--layers", "N", "With --params: its blocks.", min=1)] = None,
+    params: Annotated[str | None, _option("--params", "8B", "Instead of MODEL: its parameters.")] = None,
+    layers: Annotated[int | None, _option("--layers", "N", "With --params: its number of blocks.", min=1)] = None,
     world_size: Annotated[int | None, _option("--world-size", "W", "GPUs", min=1, max=1_000_000)] = None,
     steps: Annotated[int | None, _option("--steps", "N", "The run's steps", min=1)] = None,
     every: Annotated[int | None, _option("--save-every", "STEPS", "Steps from one save to the next", min=1)] = None,
-    step_seconds: Annotated[float | None, _option("--step-seconds", "S", "What a step takes")] = None,
+    step_seconds: Annotated[float | None, _option("--step-seconds", "S", "How long a step takes")] = None,
     policy: Policies = None,
-    bandwidth: Annotated[str | None, _option("--bandwidth", "RATE", "What all ranks write together")] = None,
+    bandwidth: Annotated[str | None, _option("--bandwidth", "RATE", "How fast all ranks together write")] = None,
     disk: Annotated[str | None, _option("--disk", "SIZE", "Space for history")] = None,
     dtype: TrainedType = None,
     trainable: Trainable = "1",
@@ -143,7 +143,7 @@ def estimate(
 
     The table compares it with full checkpoints. Nothing is trained, downloaded or stored.
     With --price, a second table shows what the run costs: storage, and idle GPU hours.
-    What is assumed is listed below the table.
+    Assumptions are listed below the table.
     For a checkpoint or a commit, only headers are read. A config.json needs Transformers and PyTorch installed.
     If MODEL is both a path and a REF, the path wins.
 
@@ -290,21 +290,17 @@ def _print_result(estimated: Mapping[str, Any]) -> None:
     columns = [Column("SAVED BY", folds=True)]
     columns += [Column("A SAVE", "right"), Column("LARGEST", "right", drops=3), Column("OF FULL", "right")]
     columns += [Column("THE RUN", "right", drops=1), Column("TAKES", "right"), Column("HISTORY", "right", drops=2)]
-    # In the table of costs, STORAGE says it.
+    # The table of costs shows it as STORAGE.
     kept = "" if estimated["prices"] else _kept(estimated)
     columns += [Column("KEPT", "right")] if kept else []
     full_bytes = labelled["DeepSpeed"]["first_bytes"]
     print_table(columns, (_row(label, line, full_bytes)[: len(columns)] for label, line in labelled.items()))
     print_line()
     print_paragraph(
-        "A SAVE is the average of those after the first, which is full, LARGEST the largest of them, TAKES the writing "
-        f"of an average one. OF FULL: of a checkpoint by DeepSpeed. HISTORY: how long until "
+        "A SAVE: average size after the first save, which is full. LARGEST: the largest of these. TAKES: the time to "
+        f"write an average one. OF FULL: share of a checkpoint by DeepSpeed. HISTORY: how long until "
         f"{size(estimated['disk_bytes'])} are full."
-        + (
-            f" KEPT: what is there in the end if gc keeps {kept}; what the last save replaces still counts."
-            if kept
-            else ""
-        )
+        + (f" KEPT: what is stored at the end if gc keeps {kept}, and what the last save replaced." if kept else "")
     )
     share = f"{estimated['held_share']:.1%}" if estimated["held_share"] >= 0.001 else "less than 0.1%"
     print_paragraph(f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
@@ -334,8 +330,8 @@ def _print_costs(estimated: Mapping[str, Any], labelled: Mapping[str, Mapping[st
     print_table(columns, ([label, *_cost_row(line["cost"], deepspeed)] for label, line in labelled.items()))
     print_line()
     print_paragraph(
-        f"What the run costs, in a bucket that keeps {_kept(estimated) or 'all saves'}. HELD UP: the hours of GPUs "
-        "that stand still for saves."
+        f"What the run costs, in a bucket that keeps {_kept(estimated) or 'all saves'}. HELD UP: the GPU hours "
+        "spent waiting for saves."
     )
 
 

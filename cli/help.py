@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # typer's way to write the bounds of a number.
 _AT_LEAST, _BETWEEN = re.compile(r"x>=(\d+)(?=[;\]])"), re.compile(r"(\d+)<=x<=(\d+)(?=[;\]])")
 
-# Options without a heading of their own come last, but for the settings of policies, which few need.
+# Options without a heading come last, followed only by the settings of policies, which few need.
 OTHERS = "Options"
 POLICY_SETTINGS = "Policy settings, also written as --policy filter:every=10,aux=always"
 
@@ -39,7 +39,7 @@ def write_options(params: "list[Parameter]", ctx: "Context", formatter: "HelpFor
 
 
 def option_groups(params: "list[Parameter]", ctx: "Context") -> dict[str, list[tuple[str, str]]]:
-    """Return the options among *params* by heading, in the order of the first of each."""
+    """Return the options among *params* by heading, in order of appearance; `OTHERS`, then `POLICY_SETTINGS`, last."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for param in params:
         record = _help_record(param, ctx)
@@ -68,7 +68,7 @@ def _help_record(param: "Parameter", ctx: "Context") -> tuple[str, str] | None:
 
 
 def write_commands(formatter: "HelpFormatter") -> None:
-    """Write all commands, by what they are for, each with the first line of its help."""
+    """Write all commands by section, each with the first line of its help."""
     width = max(map(len, COMMANDS))
     for name, commands in sections().items():
         with formatter.section(name):

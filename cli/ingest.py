@@ -60,13 +60,13 @@ POLL_SECONDS = 2.0
 """How often a watch scans the folders."""
 
 REST_SECONDS = 10.0
-"""A checkpoint that has not changed for this long is complete: no writer pauses so long between its files."""
+"""A checkpoint that has not changed for this long is complete: no writer pauses that long between files."""
 
 Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders that training saved to.")]
 All = Annotated[bool, typer.Option("--all", help="Take every ZeRO checkpoint below the folders, in step order.")]
 Watch = Annotated[
     bool,
-    typer.Option("--watch", help="The same, and each checkpoint that comes, until Ctrl-C."),
+    typer.Option("--watch", help="Like --all, then each new checkpoint, until Ctrl-C."),
 ]
 PolicyName = Annotated[
     str,
@@ -98,11 +98,11 @@ def ingest(
     """
     Save folders of checkpoints in the store.
 
-    They may be ZeRO's, by DeepSpeed, the HF Trainer, Accelerate or Lightning, or torch.distributed.checkpoint's, as
-    FSDP2 and torchtitan save; several go in the order of their numbers.
+    Takes ZeRO checkpoints by DeepSpeed, the HF Trainer, Accelerate or Lightning, and torch.distributed.checkpoint
+    folders as FSDP2 and torchtitan save them; several are saved in the order of their numbers.
     Ingesting the same checkpoint again writes only what is missing or damaged in the store.
     Without --run, the run is named after the training's folder: sft for sft/checkpoint-200,
-    for Accelerate's sft/step_200 and sft/epoch_2, and for its own sft/checkpoints/checkpoint_2.
+    and for Accelerate's sft/step_200, sft/epoch_2 and sft/checkpoints/checkpoint_2.
 
     \b
     Examples:
@@ -181,7 +181,7 @@ def _take(
     pin: str | None,
     as_json: bool,
 ) -> None:
-    """Ingest one checkpoint; given *problems*, add its error there, and raise only errors that would hit all."""
+    """Ingest one checkpoint; with *problems*, add its error to them, and raise only errors that concern them all."""
     path = folder if tag is None else folder / tag
     was_there = path.exists()
     try:
@@ -192,7 +192,7 @@ def _take(
                 ingested = save(folder, tag=tag, progress=progress)
     except LayerstoreError as exc:
         problem = exc
-        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # whatever the first error was
+        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # removal explains any first error
             problem = SourceCheckpoint(
                 f"{path} was removed while it was read; nothing of it was saved",
                 hint="if the job's own rotation did it, ingest sooner, or let the job keep more",
@@ -224,7 +224,7 @@ def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
 
 
 def _named(checkpoints: list[Path], *, tag: str | None, follow: bool, is_dcp: bool) -> "Iterator[Checkpoint]":
-    """Yield *checkpoints* in step order; if there are several, the first only once all of them have been found."""
+    """Yield *checkpoints* in step order; if there are several and not *is_dcp*, only once all have been found."""
     from layerstore.distcp import open_folder
     from layerstore.source import real_path
     from layerstore.zero3 import discover, distributed_at
@@ -324,7 +324,7 @@ def _print_result(ingested: "Ingested", *, pin: str | None, as_json: bool) -> No
 
 
 def _written_again(ingested: "Ingested") -> Iterator[str]:
-    """Yield what an ingest rewrote of a commit that was saved before."""
+    """Yield what an ingest rewrote for a commit that was already saved."""
     missing = ingested.objects_new - ingested.objects_healed
     if missing:
         yield f"{counted(missing, 'missing object')} written again"

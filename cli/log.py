@@ -43,7 +43,7 @@ def log(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only this run.")] = None,
     *,
     limit: Annotated[
-        int, typer.Option("--limit", "-n", metavar="N", min=0, help="At most this many of each run; 0 for all.")
+        int, typer.Option("--limit", "-n", metavar="N", min=0, help="At most N commits of each run; 0 for all.")
     ] = _LIMIT,
     before: Annotated[
         str | None,
@@ -51,7 +51,7 @@ def log(
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Draw attempts and where they forked.")] = False,
     timing: Annotated[
-        bool, typer.Option("--timing", help="Show how long saves in training took, not what they hold.")
+        bool, typer.Option("--timing", help="Show how long saves took in training, not their contents.")
     ] = False,
     metric: Annotated[
         list[str] | None,
@@ -64,8 +64,8 @@ def log(
     """
     List commits by run, newest step first.
 
-    Where gc has dropped a commit's moments, LACKS says so. PRECISION is exact where all layers are kept bit for bit,
-    and shown if some are not. PUSHED names remotes as of the last push or pull.
+    Where gc has dropped a commit's moments, LACKS says so. PRECISION, shown if some commit is not exact,
+    is exact if all layers are kept bit for bit. PUSHED names remotes as of the last push or pull.
     Metrics come from trainer_state.json, client_state and save(metrics=…).
 
     \b
@@ -132,8 +132,8 @@ def _said_of_none(store: "Store") -> str:
     if store.repo.trash.records():
         return f"all commits were dropped: {with_store('layerstore log --dropped')} lists them"
     if store.repo.remote is not None:
-        return "no commits yet; next: save or ingest into it, or layerstore push, in a store that is to push here"
-    # One that has a remote and no commit is a clone that was cut off.
+        return "no commits yet; next: save or ingest into it, or push to it from another store: layerstore push URL"
+    # A store that has a remote and no commits is a clone that was cut off.
     command = "layerstore pull" if store.remotes.urls() else "layerstore ingest CHECKPOINT"
     return f"no commits yet; next: {with_store(command)}"
 
@@ -195,7 +195,7 @@ def _print_lines(
     of_entry[Column("COMMIT", drops=1)] = lambda entry: short_id(entry.commit)
     of_entry[Column("SAVED", drops=2)] = lambda entry: age(entry.time_ns)
     of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
-    # As they are written: in capitals two could be one. What is in capitals itself is told from the columns above.
+    # Metrics keep their case: in capitals, two could be equal. A space tells those in capitals from other columns.
     of_entry |= {Column(f"{name} " if name.isupper() else name, "right"): partial(_metric, name) for name in metrics}
 
     def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":

@@ -20,7 +20,7 @@ ABOUT = About("Rarely needed", elsewhere=("upgrade",))
 
 def migrate(
     *,
-    list_: Annotated[bool, typer.Option("--list", help="Say which formats there are and what each changed.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the formats, and what each changed.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
     store: StorePath = None,
     as_json: AsJson = False,
@@ -28,7 +28,7 @@ def migrate(
     """
     Migrate a store of an older format to this layerstore's format.
 
-    Nobody else may use the store meanwhile. Replaced files are kept in the store's backups/, whose path is printed.
+    Nothing else may use the store during a migration. Replaced files go to the store's backups/; the path is printed.
     If it is interrupted, run it again. A store of a newer format is refused.
 
     \b
@@ -47,7 +47,7 @@ def migrate(
         return print_json(json_fields(migration) | {"dry_run": dry_run})
     if not migration.steps:
         return print_line(
-            f"nothing to do: {shown(migration.path)} is of format {migration.format}, which this layerstore writes"
+            f"nothing to do: {shown(migration.path)} has format {migration.format}, which this layerstore writes"
         )
     return _print_plan(migration) if dry_run else _print_done(migration)
 
@@ -67,11 +67,11 @@ def _print_plan(plan: "Migration") -> None:
         if plan.is_unfinished and outcome is plan.steps[0]:
             print_line(f"would finish the migration of {path} from format {step.source} to {step.target}")
             continue
-        print_line(f"would take {path} from format {step.source} to {step.target}: {shown(step.summary)}")
+        print_line(f"would migrate {path} from format {step.source} to {step.target}: {shown(step.summary)}")
         if outcome.files is not None:
             kept = ", ".join(("store.json", *(f"{name}/" for name in (*step.makes, *step.leaves))))
             print_line(f"  {counted(outcome.files, 'file')} to write, {size(outcome.size_bytes or 0)}")
-            print_line(f"  what there is of {kept} would go to backups/")
+            print_line(f"  if they exist, {kept} would move to backups/")
     print_line("nothing was changed")
 
 
@@ -80,6 +80,6 @@ def _print_done(migration: "Migration") -> None:
         wrote = "finished" if outcome.files is None else f"{counted(outcome.files, 'file')} written"
         print_line(f"format {outcome.step.source} to {outcome.step.target}: {wrote}")
         if outcome.backup is not None:
-            print_line(f"  what they replace is in {shown(outcome.backup)}")
-    print_line(f"{shown(migration.path)} is of format {migration.format} now")
+            print_line(f"  the replaced files are in {shown(outcome.backup)}")
+    print_line(f"{shown(migration.path)} now has format {migration.format}")
     print_line(with_store("check it with layerstore verify; remove the backup once you are sure"))

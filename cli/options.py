@@ -45,15 +45,15 @@ ReferenceArgument = Annotated[
 
 def nearest_store() -> Path:
     """
-    Return ``.layerstore`` in this folder, else that in the nearest folder above, up to the home folder.
+    Return ``.layerstore`` in this folder, else in the nearest folder above that has one, up to the home folder.
 
-    Above this folder only a store of this user's counts: anybody may leave one in a folder like /tmp. If there is none,
-    return where this folder's would be.
+    Above this folder, only a store that this user owns counts: anybody may leave one in a folder like /tmp. If there is
+    none, return the path in this folder.
     """
     here = Path.cwd()
     home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111  # Path.home raises for a user without one
     for folder in (here, *here.parents):
-        if os.path.exists(folder / DEFAULT_STORE):  # noqa: PTH110  # False, too, where nobody may look
+        if os.path.exists(folder / DEFAULT_STORE):  # noqa: PTH110  # False, too, without permission to look
             if folder == here:
                 return DEFAULT_STORE
             if (folder / DEFAULT_STORE).stat().st_uid == os.getuid():
@@ -64,7 +64,7 @@ def nearest_store() -> Path:
 
 
 def store_or_nearest(path: str | None) -> str | Path:
-    """Return the store at *path*; without one, the nearest, and print which it is if it is not this folder's."""
+    """Return *path* or, without one, the nearest store; print which one if it is not this folder's."""
     if path is not None:
         return path
     nearest = nearest_store()
@@ -90,13 +90,13 @@ def one_of(choices: Any) -> str:
 
 
 def table_of(options: object) -> OptionTable:
-    """Return the options that the fields of *options*, a class, describe."""
+    """Return the options that the fields of the class *options* describe."""
     settings = settings_of(options).items()
     return {name: option_row(setting, f"{setting.help[0].upper()}{setting.help[1:]}") for name, setting in settings}
 
 
 def read_settings(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what *given*, of the settings of *options*, a class, means; raise InvalidInput if it means nothing."""
+    """Return the values of *given*, texts for settings of the class *options*; raise InvalidInput if one is invalid."""
     settings = settings_of(options)
     return {name: settings[name].value(value) for name, value in given.items()}
 
@@ -109,9 +109,9 @@ def option_row(setting: Setting, text: str) -> tuple[Any, str, str]:
 
 def with_options(place: str, table: OptionTable, *, panel: str) -> Callable[[CommandFunction], CommandFunction]:
     """
-    Replace a command's parameter *place* by the options of *table*, which ``--help`` has under *panel*.
+    Replace a command's parameter *place* by the options of *table*, which ``--help`` lists under *panel*.
 
-    The command receives those that were given.
+    The command receives only the options that were given.
     """
 
     def extended(command: CommandFunction) -> CommandFunction:
@@ -148,7 +148,7 @@ def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
     from layerstore.remote import RemoteNotice
     from layerstore.storage import IndexNotice
 
-    # Python itself shows a warning once for each place in the code, whatever it says the next time.
+    # By default, Python shows a warning with the same text from the same place only once.
     warnings.simplefilter("always", IndexNotice)
     warnings.simplefilter("once", WeakDurability)
     warnings.simplefilter("always", RemoteNotice)
@@ -168,7 +168,7 @@ def chosen_reference(store: "Store", *, ref: str | None, run: str | None, step: 
     Combine REF, ``--run`` and ``--step`` into one reference; None means the newest step of the only run.
 
     Raises:
-        InvalidInput: Both REF and the options were given, or it is unclear whose step is meant.
+        InvalidInput: Both REF and the options were given, or it is unclear which run's step is meant.
     """
     if ref is not None and (run is not None or step is not None):
         raise InvalidInput("REF and --run or --step were both given", hint=f"choose one: {ref}, or --run R --step N")

@@ -100,7 +100,7 @@ def _print_deleted(name: str, shows: bool | None, *, mixed_by: str, as_json: boo
 
 
 def _check_order(store: "Store", name: str, ref: str) -> None:
-    """Raise InvalidInput if *name* is a commit's and *ref* would be a new pin."""
+    """Raise InvalidInput if *name* and *ref* are swapped: *name* is a commit's, and *ref* would be a new pin."""
     from layerstore.history import begins_id
 
     known = {*store.runs(), *(pin.name for pin in store.pins())}

@@ -21,7 +21,7 @@ _RULES: OptionTable = {
     "drop_optimizer_older_than": (
         int,
         "STEPS",
-        "Kept commits so much older than the newest lose their moments, not their weights.",
+        "Kept commits more than STEPS older than the newest lose their moments, not their weights.",
     ),
 }
 """The retention rules of gc."""
@@ -45,7 +45,7 @@ def with_settings(command: CommandFunction) -> CommandFunction:
 
 
 def policy_choices() -> dict[str, str]:
-    """Return the policies that a composite may have, each with what it takes."""
+    """Return the policies that a composite may have, each with a description of the layers that it takes."""
     from layerstore.policy import EXACT, LATEST, OURS
 
     latest, *others = OURS

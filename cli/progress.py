@@ -82,7 +82,7 @@ class Lines:
 
 def progress_line(phase: Phase, before: Phase | None) -> str:
     """
-    Return a line of a log: share, amount, rate since the line *before*, and time left.
+    Return a line of a log: share, amount, rate since the state *before*, and time left.
 
     >>> progress_line(Phase("ingest", 10**9, 25 * 10**7, 60), Phase("ingest", 10**9, 10**8, 30))
     'ingest: 25%, 250.0 MB of 1.0 GB, 5.0 MB/s, 3 min left'
@@ -136,7 +136,7 @@ def _duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator["Progress"]:
-    """Yield the object to which a verb reports its progress."""
+    """Yield the object to which an operation reports its progress."""
     if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         from layerstore.progress import Silent
 
@@ -163,7 +163,7 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
     """
     Yield a function that prints a line for each step that begins, for work of unknown length.
 
-    Until the next line, the seconds are counted: in place on a terminal, in a log by a line now and then.
+    Until the next line, it shows the elapsed seconds: in place on a terminal, in a log by a line now and then.
     """
     if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         yield lambda _: None

@@ -32,5 +32,5 @@ def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = Fals
     if pulled.dropped and not as_json:
         is_one = len(pulled.dropped) == 1
         back = f"undrop {short_id(pulled.dropped[0])} brings it back" if is_one else "log --dropped lists them"
-        were = "commit there was" if is_one else "commits there were"
+        were = "remote commit was" if is_one else "remote commits were"
         print_line(f"{len(pulled.dropped):,} {were} dropped here: {with_store(f'layerstore {back}')}")

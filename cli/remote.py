@@ -29,7 +29,7 @@ def remote(
     action: Annotated[Literal["add", "list", "remove"], typer.Argument(metavar="add|list|remove")] = "list",
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="The remote; remove takes the URL of one without a name."),
+        typer.Argument(metavar="NAME", help="The remote; remove also takes the URL of an unnamed one."),
     ] = None,
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX, gs://…, az://… or file:///FOLDER.")
@@ -42,7 +42,7 @@ def remote(
     Name the buckets that this store is pushed to and pulled from.
 
     Keys and endpoints are not stored: they come from the environment, as for the clouds' own tools.
-    Those that were pushed to or pulled from by their URLs are listed, too, with - for a name.
+    Buckets that were pushed to or pulled from by URL are listed, too, with - for a name.
     Removing a remote forgets what was pushed to it, and does not touch the bucket.
 
     \b
@@ -71,7 +71,7 @@ def remote(
 
 
 def remote_names(store: "Store") -> dict[str, str]:
-    """Return what to call each remote of *store*, by URL: its name, or the URL's end, or all of it if two end alike."""
+    """Return a label for each remote of *store*, by URL: its name, else the URL's end, or the URL if two end alike."""
     names = {url: name for name, url in store.remotes.urls().items()}
     ends = {url: url.rpartition("/")[2] for url in _unnamed(store)}
     alike = Counter(ends.values())

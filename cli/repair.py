@@ -33,24 +33,22 @@ Sources = Annotated[
     typer.Option(
         "--from",
         metavar="STORE",
-        help="Another store, or a remote by name or URL, that may have what is damaged; may be given again.",
+        help="Another store, or a remote by name or URL, that may have intact copies; may be repeated.",
     ),
 ]
 
 
 def repair(
     *,
-    read_data: Annotated[
-        bool, typer.Option("--read-data", help="Look at every byte first, not only at sizes.")
-    ] = False,
+    read_data: Annotated[bool, typer.Option("--read-data", help="Check every byte first, not only sizes.")] = False,
     sources: Sources = None,
     store_id: Annotated[
         str | None,
-        typer.Option("--store-id", metavar="ID", help="Write a lost store.json again."),
+        typer.Option("--store-id", metavar="ID", help="Write a lost store.json again, with this id."),
     ] = None,
     remote: Annotated[
         str | None,
-        typer.Option(metavar="REMOTE", help="Give this remote, by name or URL, what it has lost and this store has."),
+        typer.Option(metavar="REMOTE", help="Restore what this remote, by name or URL, has lost, from this store."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
     store: StorePath = None,
@@ -60,7 +58,7 @@ def repair(
     Move damaged files to the trash, and fetch sound ones.
 
     Objects and records come from the stores that --from names.
-    Anything that none of them has is listed, and is a failure: ingesting the same checkpoint again restores objects;
+    Anything that none of them has is listed, and the command fails: ingesting the checkpoint again restores objects;
     drop and pin --delete give up a commit or a pin that cannot be read.
     May be stopped and repeated at any time.
 
@@ -116,7 +114,7 @@ def _hint(repaired: "Repaired", *, read_data: bool) -> str:
     pins_only = not repaired.lost and all(map(_is_pin, repaired.unreadable))
     is_complete = pins_only and (repaired.pins_elsewhere or not repaired.unreadable)
     ways = [] if is_complete else [f"layerstore repair{option} --from COPY"]
-    ways += ["give what is unknown back its name, or move it out of the store"] if repaired.strangers else []
+    ways += ["give each unknown entry back its name, or move it out of the store"] if repaired.strangers else []
     if repaired.reingest:
         ways.append(f"ingest the checkpoint of {some(repaired.reingest, limit=3)} again")
     if any(not cost.everything for cost in repaired.lost):

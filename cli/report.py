@@ -24,9 +24,7 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="T
 Open = Annotated[bool, typer.Option("--open", help="Show the page in a browser; without -o, it is a temporary file.")]
 Serve = Annotated[bool, typer.Option("--serve", help="Serve the page until Ctrl-C; it follows the store.")]
 Host = Annotated[str, typer.Option("--host", metavar="HOST", help="With --serve: the address, or this machine's name.")]
-Port = Annotated[
-    int, typer.Option("--port", metavar="N", min=0, max=65535, help="With --serve; 0 is any that is free.")
-]
+Port = Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="With --serve; 0 chooses a free one.")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]
 
 
@@ -48,7 +46,7 @@ def report(
 
     It needs no network and stays below 1 MB: for a long history, only some saves are shown.
     With the options of gc, it also shows what gc would keep; nothing is removed.
-    With --serve, the page is at one URL for this machine, or for all who reach HOST, and follows a run that saves.
+    With --serve, this machine, or anyone who can reach HOST, can open the page; it follows a run that saves.
 
     \b
     Examples:
@@ -118,7 +116,7 @@ def _planned(plan: dict[str, Any]) -> str:
     """Return what gc would do under the rules."""
     if plan["refusal"] is not None:
         return f"refuse: {shown(plan['refusal'])}"
-    trimmed = f", take the moments of {plan['commits_trimmed']:,}" if plan["commits_trimmed"] else ""
+    trimmed = f", remove the moments of {plan['commits_trimmed']:,}" if plan["commits_trimmed"] else ""
     later = f", and {size(plan['bytes_freed_later'])} later, too young now" if plan["bytes_freed_later"] else ""
     removed = counted(plan["commits_removed"], "commit") if plan["commits_removed"] else "no commit"
     freed = size(plan["bytes_freed"]) if plan["bytes_freed"] else "nothing at once" if later else "nothing"

@@ -44,7 +44,7 @@ def runs(
     List the runs with their newest saves.
 
     SIZE, PRECISION, POLICY and METRIC are those of the newest save; layerstore stats RUN counts all of a run.
-    SIZE is that of its layers as they are stored, those too that it inherits; NEW in log, of all that a save added.
+    SIZE is the stored size of its layers, inherited ones too; NEW in layerstore log counts all that a save added.
     HEALTH is ok if everything that the newest save names is there in full size, and no save has failed since.
     No tensor is read: layerstore verify does that.
 

@@ -1,8 +1,8 @@
 """
-What ``layerstore report --serve`` runs: the page at ``/``, and at ``/version`` what changes with the store's commits.
+The server of ``layerstore report --serve``: the page at ``/``, and at ``/version`` an id that changes with the commits.
 
-It only reads. The store is opened for each look and closed again, so a bucket is read as it is then, and nothing has to
-be cleaned up however this ends. A look is made for a request, and a page only when the version is another one.
+It only reads. The store is opened and closed for each look, so a bucket is read as it is then, and nothing needs to be
+cleaned up however the server ends. Only requests cause a look, and only a new version causes a new page.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ _TEXT = "text/plain; charset=utf-8"
 class ReportServer(ThreadingMixIn, TCPServer):
     """A server that listens once it is made, and answers in `serve_forever`."""
 
-    allow_reuse_address = True  # or a restart has to wait until the last connections are forgotten
+    allow_reuse_address = True  # else a restart must wait until the old connections time out
     daemon_threads = True  # a request that hangs must not keep the command from ending
 
     def __init__(self, store: str, *, host: str, port: int, run: str | None, keep: Keep | None) -> None:
-        """Make the first page, too: what is wrong with the store or the options is an error of the command."""
+        """Make the first page, too: a problem with the store or the options is an error of the command."""
         self._store, self._run, self._keep = store, run, keep
         self._guard = threading.Lock()
         self._version, self._page, self._next_look = "", b"", 0.0
@@ -72,8 +72,8 @@ class ReportServer(ThreadingMixIn, TCPServer):
         """
         Whether a request for *host* is for this server.
 
-        Another site's page may point a name of its own at our address, and would then read the report through the
-        browser of somebody who can reach us. It cannot do so with an address in numbers.
+        Another site may point its own host name at our address (DNS rebinding), and its page could then read the
+        report through the browser of somebody who can reach us. It cannot do so with a numeric address.
         """
         name = re.sub(r":[0-9]*$", "", host).strip("[]").lower()
         try:
@@ -83,7 +83,7 @@ class ReportServer(ThreadingMixIn, TCPServer):
             return name in self._names
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over connections that broke."""
+        """Ignore broken connections."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -91,12 +91,12 @@ class ReportServer(ThreadingMixIn, TCPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
     server_version, sys_version = "layerstore", ""
-    timeout = 10  # who sends nothing for so long loses the connection, and its thread
+    timeout = 10  # a client that sends nothing for so long loses its connection and thread
 
     def do_GET(self) -> None:
         status, kind, body = HTTPStatus.OK, _TEXT, b""
         if not self.server.is_meant(self.headers.get("Host", "")):
-            status, body = HTTPStatus.FORBIDDEN, b"served under another name, which --host says\n"
+            status, body = HTTPStatus.FORBIDDEN, b"not served under this name: use the printed URL\n"
         elif self.path not in {"/", "/version"}:
             status, body = HTTPStatus.NOT_FOUND, b"there is nothing but /\n"
         else:
@@ -123,6 +123,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _version_of(repo: Repository) -> str:
-    """Return what changes with the names of the commits and pins; no record is read."""
+    """Return an id that changes with the names of the commits and pins; no record is read."""
     names = [(run, sorted(repo.records.listing(run))) for run in repo.records.runs()]
     return hashlib.sha256(repr((names, repo.records.pin_names())).encode()).hexdigest()[:16]

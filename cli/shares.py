@@ -110,5 +110,5 @@ def _is_launcher(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return False  # it has ended, or there is no /proc
-    # By its first words: `python -u -m torch.distributed.run` is called python.
+    # Look at the first words: `python -u -m torch.distributed.run` is called python.
     return name in _LAUNCHERS or any(Path(word).name in _LAUNCHERS for word in words[:4])

@@ -31,10 +31,10 @@ def show(ref: ReferenceArgument = None, store: StorePath = None, as_json: AsJson
 
     SAVED AT is the step that wrote a layer's version: the commit's own, or an earlier one that it inherits from.
     For a mixture, which is a pinned composite, the policy chose where the layers come from.
-    Where layers are not kept bit for bit, REFERS TO is the save that masters are differences to, and LOST the error
-    that was measured: the root mean square of it, as a share of that of the movement since then or, for (moments)
-    alone, of their values. The line lost has the same of all layers; worst error, the greatest error as a share of the
-    greatest movement or value.
+    If a layer is not kept bit for bit, REFERS TO is the save that its masters are stored as differences to. LOST is
+    the measured error: its root mean square divided by that of the masters' movement since then or, where only
+    (moments) are inexact, of the moments. The line lost covers all layers; worst error is the greatest error
+    divided by the greatest movement or value.
 
     \b
     Examples:
@@ -89,19 +89,19 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
 
 
 def refers_to(line: "LayerLine") -> str:
-    """Return what a layer is differences to, for a table; ``moments`` if these alone are not kept bit for bit."""
+    """Return the save that the masters are differences to, for a table; ``(moments)`` if only these are inexact."""
     return line.refers_to or ("-" if line.is_exact else "(moments)")
 
 
 def _lost_of(line: "LayerLine") -> str:
-    """Return what a layer's masters lost; if they are exact, the moments that lost most."""
+    """Return the error of a layer's masters; if they are exact, the largest of its moments."""
     losses = {loss.state: loss.relative_rms for loss in line.losses}
     lost = losses.get("master", max(losses.values(), default=None))
     return "-" if lost is None else f"{lost:.2%}"
 
 
 def _worst_error(view: "CommitView") -> str:
-    """Return the greatest error of coding, relative to the greatest movement or value, of whichever elements."""
+    """Return the greatest coding error divided by the greatest movement or value, which may be another element's."""
     worst = ", ".join(f"{loss.state} {loss.relative_greatest:.2%}" for loss in view.losses)
     return worst and f"{worst} of the greatest"
 
@@ -113,7 +113,7 @@ def _metrics(view: "CommitView") -> str:
 
 
 def _is_usual(view: "CommitView") -> bool:
-    """Whether neither this save nor another of its run is anything but exact."""
+    """Whether this save and all others of its run are exact."""
     return view.precision == "exact" and not view.is_among_compact
 
 

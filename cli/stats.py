@@ -81,7 +81,7 @@ def _print_result(counts: "Stats", place: str) -> None:
 
 
 def _facts(counts: "Stats", place: str) -> dict[str, str]:
-    pins = f"; {counted(counts.pins, 'pin')} besides, of mixtures or hidden commits" if counts.pins else ""
+    pins = f"; also {counted(counts.pins, 'pin')} of mixtures or hidden commits" if counts.pins else ""
     facts = {
         "commits": f"{counts.commits:,} in {counted(len(counts.runs), 'run')}{pins}",
         "logical": f"{size(counts.logical_bytes)} if each commit and pin were stored whole",

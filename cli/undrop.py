@@ -24,7 +24,7 @@ def undrop(
     *,
     run: Annotated[
         list[str] | None,
-        typer.Option("--run", metavar="RUN", help="Of each step of this run, what was dropped last; may be repeated."),
+        typer.Option("--run", metavar="RUN", help="The last dropped commit of each step of this run; may be repeated."),
     ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
@@ -34,7 +34,7 @@ def undrop(
 
     layerstore log --dropped lists what is in the trash.
     If one of several cannot come back, none does.
-    With --run, a step that has a commit by now keeps it.
+    With --run, a step that has a commit now keeps it.
 
     \b
     Examples:

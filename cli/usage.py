@@ -24,7 +24,7 @@ _EXTRA = re.compile(r"Got unexpected extra argument\(s\) \((?P<words>.*)\)\.?", 
 # typer lists the choices only in its message.
 _QUOTED = re.compile("'([^']+)'")
 
-# What takes more than one word of ours.
+# Other tools' commands that need more than one word here.
 _IN_OUR_WORDS = {
     "forget": "layerstore drop REF moves one commit to the trash; layerstore gc --keep-last N removes by rules",
     "help": "layerstore --help lists the commands, layerstore COMMAND --help explains one",
@@ -89,7 +89,7 @@ def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence
 
 
 def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
-    """Return the hint of *problem*; a better one where a store stands for a REF, or where nobody would make one."""
+    """Return the hint of *problem*, or a better one if a REF is a store, or if nobody would want to make a store."""
     is_missing = isinstance(problem, NoStore)
     for before, word in itertools.pairwise(["", *words]):
         is_argument = is_missing and not before.startswith("-")
@@ -108,7 +108,7 @@ def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
     makes_one = command is not None and about(command).section in {"Save", "Elsewhere"}
     path, yours = problem.facts.get("path"), "name yours with --store or LAYERSTORE_STORE"
     if makes_one:
-        # Of a folder, the library's own hint ends in "name yours", which in Python is an argument.
+        # For a folder, the library's own hint ends in "name yours", which in Python means an argument.
         yours = f"{problem.hint} with --store" if path else str(problem.hint)
     if command == "runs" and path and is_name(str(path)):  # as other commands take a run
         yours = f"{yours}; layerstore log {typed(str(path))} lists the saves of a run"
@@ -116,7 +116,7 @@ def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
 
 
 def _stores_beside(path: Path) -> Iterator[str]:
-    """Yield, as an option each, the stores in the folder of *path* whose names resemble it."""
+    """Yield a ``--store`` option for each store next to *path* with a similar name."""
     with contextlib.suppress(OSError):
         for name in nearest(path.name, (entry.name for entry in path.parent.iterdir())) if path.name else ():
             if _is_store(str(path.with_name(name))):
@@ -126,7 +126,7 @@ def _stores_beside(path: Path) -> Iterator[str]:
 def _is_store(word: str) -> bool:
     try:
         return layout_at(Path(word)).identity.exists()
-    except (LayerstoreError, OSError):  # no path, or one that nobody may follow
+    except (LayerstoreError, OSError):  # not a path, or one without permission
         return False
 
 

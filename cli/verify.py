@@ -46,7 +46,7 @@ def verify(
     *,
     read_data: Annotated[bool, typer.Option("--read-data", help="Also read and hash every byte.")] = False,
     read_data_subset: Subset = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Which 10% it is: as an earlier verify said.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeat an earlier verify, which printed N.")] = None,
     remote: Annotated[
         str | None, typer.Option(metavar="REMOTE", help="Check this remote, by name or URL, and not the store.")
     ] = None,
@@ -119,7 +119,7 @@ def _print_verdict(verdict: "Verdict", reference: str | None, *, is_bucket: bool
             if is_bucket
             else "harmless, and removed by the next gc"
         )
-        what = "what is damaged may be all that names them: repair it first" if may_be_needed else removed
+        what = "only what is damaged may need them: repair that first" if may_be_needed else removed
         print_note(f"{counted(verdict.orphans, 'object')} of no commit: {what}")
 
 

@@ -19,7 +19,7 @@ from layerstore.errors import (
     Unsupported,
 )
 
-TYPE_CHECKING = False  # checkers know the name, and to import typing takes longer than all that is imported here
+TYPE_CHECKING = False  # type checkers know the name, and importing typing takes longer than all other imports here
 if TYPE_CHECKING:
     from layerstore.arrays import Tensors
     from layerstore.assemble import Exported, ExportPlan
@@ -120,7 +120,7 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-# Loaded on first use: the store imports lmdb, its arrays numpy, and ``layerstore --help`` need not wait for those.
+# Loaded on first use: ``layerstore --help`` need not wait for lmdb, which the store imports, or numpy, for its arrays.
 _ROOMS = {
     "arrays": "Tensors",
     "assemble": "ExportPlan Exported",
@@ -145,7 +145,7 @@ _ROOMS = {
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
-if not TYPE_CHECKING:  # else type checkers would believe in every name
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

@@ -1,7 +1,7 @@
 """
-Public methods refuse a wrong argument in one line, before they do anything.
+Public methods refuse a wrong argument with a one-line error, before they do anything.
 
-What a method takes is said once, by its annotations; editors and type checkers see it as it is written.
+Only a method's annotations say what it takes; editors and type checkers see its signature as it is written.
 """
 
 import builtins
@@ -20,7 +20,7 @@ from layerstore.nearest import did_you_mean, nearest
 Public = TypeVar("Public", bound=Callable[..., object])
 Fields = TypeVar("Fields")
 
-# numpy's numbers are welcome, texts that look like one are not.
+# numpy's numbers are accepted; text that looks like a number is not.
 _METHODS = {bool: "__bool__", int: "__index__", float: "__float__"}
 _WORDS = {
     NoneType: "None",
@@ -38,11 +38,11 @@ _HINTS = {
     "saves": 'as text: "last:10", "sft@800,sft@900:2"',
     "keep": "say layerstore.Keep(last=3), or None to keep all",
 }
-"""What a parameter's usual mistakes lead to."""
+"""The hint for the usual mistake with a parameter."""
 
 
 def checked(public: Public) -> Public:
-    """Return the function, or the class with its public methods, so that wrong arguments raise InvalidInput."""
+    """Wrap the function, or the public methods of the class, so that wrong arguments raise InvalidInput."""
     if not isinstance(public, type):
         checking: Public = _checked(public)
         return checking
@@ -53,7 +53,7 @@ def checked(public: Public) -> Public:
 
 
 def named_fields(cls: type[Fields]) -> type[Fields]:
-    """Return the dataclass, so that fields that it does not have raise InvalidInput; their values it checks itself."""
+    """Change the dataclass so that unknown fields raise InvalidInput; it checks the values of its fields itself."""
     make = cls.__init__
 
     @wraps(make)
@@ -91,7 +91,7 @@ def check_arguments(function: Any, *positional: object, **named: object) -> None
         for value in bound[name] if is_many else (bound[name],):
             if not _fits(value, kinds[name]):
                 raise _misfit(_callee(function), name, value, kinds[name])
-    if "keep" not in accepted.parameters:  # a saver has it, and may be given a precision by save()
+    if "keep" not in accepted.parameters:  # a saver has it, and its save() may still set a precision
         check_effect(bound)
 
 
@@ -137,18 +137,18 @@ def _signature_and_kinds(function: Any) -> tuple[Signature, dict[str, Any]]:
 
 
 class _Names(dict[str, Any]):
-    """What annotations may name. What is imported for type checkers alone fits everything: its room checks it."""
+    """What annotations may name. A type imported for type checkers alone accepts everything: its room checks it."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, object)
 
 
 def _kinds(function: Any) -> dict[str, Any]:
-    """Return what each parameter of *function* may be; its result may name what takes long to import."""
+    """Return the type of each parameter of *function*, but not of its result, which may be slow to import."""
     parameters = signature(function).parameters.values()
     named = [
         parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
-    ]  # those are checked by what they are for
+    ]  # keyword options are checked where they are used
     of_parameters = {
         parameter.name: parameter.annotation for parameter in named if parameter.annotation is not parameter.empty
     }
@@ -156,12 +156,12 @@ def _kinds(function: Any) -> dict[str, Any]:
 
 
 def _fits(value: object, kind: Any, *, in_words: bool = False) -> bool:
-    """Whether *value* is of that *kind*; with *in_words*, one of the words of a Literal."""
+    """Whether *value* fits *kind*; with *in_words*, a Literal accepts only its own words."""
     origin, within = get_origin(kind) or kind, get_args(kind)
     if origin in {Union, UnionType}:
         return any(_fits(value, option, in_words=in_words) for option in within)
     if origin is Literal:
-        # Of an argument, the room that knows the choices names them.
+        # For an argument, the room that knows the choices lists them in its error.
         return type(value) in set(map(type, within)) and (not in_words or value in within)
     if origin is Iterable:
         is_list = isinstance(value, Iterable) and not isinstance(value, str)

@@ -70,7 +70,7 @@ class Composite:
         return f"<Composite {self.run}@{self.step}: policy {self.policy}, {older}, world size {self.world_size}>"
 
     def to_pandas(self) -> "DataFrame":
-        """Return a frame with a line for each layer, its save and its age; Unsupported if pandas is not installed."""
+        """Return a frame with a line for each layer, its save and age; raises Unsupported if pandas is missing."""
         return data_frame(map(json_fields, self.staleness.layers))
 
     @property
@@ -115,7 +115,7 @@ class Composite:
 
     @property
     def is_dcp(self) -> bool:
-        """Whether ``torch.distributed.checkpoint`` saved the base, and not DeepSpeed."""
+        """Whether ``torch.distributed.checkpoint`` saved the base, rather than DeepSpeed."""
         return self._composition.base.is_dcp
 
     @property
@@ -124,7 +124,7 @@ class Composite:
         return reference_to(self._repo, self._composition.base)
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
-        """Return the same kind of reference for each of *saves*."""
+        """Return the reference to each of *saves*, in the form that `name` has."""
         return references_to(self._repo, saves)
 
     @property
@@ -148,12 +148,12 @@ class Composite:
 
     @property
     def mixture(self) -> str | None:
-        """A sentence that says that this model never existed, if layers of several saves are mixed."""
+        """A sentence that says that this model never existed; None unless several saves are mixed or averaged."""
         return self._composition.mixture
 
     @property
     def inexact(self) -> str | None:
-        """A sentence that says what was not kept bit for bit, and which save was; None if every layer was."""
+        """A sentence that says what was not kept bit for bit, and which save was kept so; None if every layer was."""
         return self._composition.inexact(self._repo)
 
     @property
@@ -190,7 +190,7 @@ class Composite:
         self._check_stored("keep it with write() or export()")
         self.check()
         with naming_damage(self._repo, self._composition):
-            # As a write would: a pin that cannot be written keeps bytes for nothing.
+            # As a write would check: a pin that cannot be written out keeps bytes for nothing.
             check_splittable(self._repo, self._composition)
         return make_pin(self._repo, name, self._composition.as_resolved())
 
@@ -222,11 +222,11 @@ class Composite:
         """
         Write shards to resume from: `export` with *format* ``shards``.
 
-        They are of the ZeRO stage that the base was saved under or, with *as_zero3*, of stage 3. They are for
-        *world_size* ranks, by default as many as saved the base; the result's ``notes`` say what does not carry over to
-        another number. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``,
-        each layer's own, if a param group per layer allows that. With *moments* ``fresh``, the optimizer begins anew:
-        its moments are zero and its counters 0.
+        They have the ZeRO stage that the base was saved under or, with *as_zero3*, stage 3. They are for *world_size*
+        ranks, by default as many as saved the base; the result's ``notes`` say what does not carry over to another
+        number of ranks. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``, each layer's
+        own, if a param group per layer allows that. With *moments* ``fresh``, the optimizer starts over: its moments
+        are zero and its counters 0.
         """
         how = Writing(verify=verify, durable=durable, force=force)
         written = self._export(chosen_format("shards", options), out, how, progress)
@@ -245,30 +245,30 @@ class Composite:
         **options: Unpack[FormatKeywords],
     ) -> Exported:
         """
-        Write to the folder *out*, which appears whole or not at all, in *format*, which has *options* of its own.
+        Write the folder *out* in *format*, which has its own *options*; the folder appears whole or not at all.
 
         - ``hf``: the weights, as Transformers' ``from_pretrained`` loads them. *dtype* is ``bf16``, ``fp16`` or
           ``fp32``, by default the type in which each parameter is trained; *max_shard_size*, in bytes or as text such
           as ``"2GiB"``, limits the tensors per file.
         - ``shards`` and ``zero3``: see `write`.
-        - ``dcp``: a PyTorch distributed checkpoint, the fp32 masters as the model, and the optimizer.
+        - ``dcp``: a PyTorch distributed checkpoint: the fp32 masters as the model, and the optimizer.
           ``torch.distributed.checkpoint.load`` reads it on any number of ranks, under the names of ``get_state_dict``.
           *adam_step* is as in `write`.
         - ``universal``: DeepSpeed's Universal Checkpoint, which it loads on any number of ranks with
           ``"checkpoint": {"load_universal": true}``.
-        - ``delta``: what changed in the weights *since* a commit, for a server that holds its export in *dtype*.
-          `layerstore.apply` puts it onto that export, as does SGLang's ``/pull_weights`` with *encoding* ``xor``;
-          ``sparse`` has indices and values.
+        - ``delta``: what changed in the weights *since* a commit, for a server that holds that commit's export in
+          *dtype*. `layerstore.apply` applies it to that export, and so does SGLang's ``/pull_weights`` if *encoding* is
+          ``xor``; ``sparse`` has indices and values.
 
         Every byte read is verified unless *verify* is False; a power cut cannot tear the folder unless *durable* is
-        False. A folder at *out* is replaced only with *force*, and one that layerstore did not write only if that is
-        ``foreign``.
+        False. A folder at *out* is replaced only with *force*, and a folder that layerstore did not write only with
+        *force* ``foreign``.
         """
         how = Writing(verify=verify, durable=durable, force=force)
         return self._export(chosen_format(format, options), out, how, progress)
 
     def _export(self, into: Format, out: StrPath, how: Writing, progress: Progress | None) -> Exported:
-        # An export would take it for an older one, by the name of its index.
+        # An export would mistake a delta for an older export, by the name of its index.
         if into.name != "delta" and os.path.lexists(out) and is_delta(Path(out)):
             raise AlreadyExists(f"{out} is a delta, which only another delta replaces", hint="choose another -o")
         with naming_damage(self._repo, self._composition):
@@ -279,8 +279,8 @@ class Composite:
         Return the tensors of one *kind* as read-only arrays by name, mapped from the objects where they are contiguous.
 
         *kind* is ``master``, ``optimizer``, ``weights`` or ``buffers``; ``weights`` has only those that cannot be
-        derived from their master. *state* is one of the optimizer's, such as ``exp_avg``; without it, all are included,
-        as ``exp_avg/NAME``. A tensor is read only on access, and verified first.
+        derived from their master. *state* is an optimizer state, such as ``exp_avg``; without it, all states are
+        included, as ``exp_avg/NAME``. A tensor is read only on access, and verified first.
         """
         self._check_stored("state_dict() has its weights")
         with naming_damage(self._repo, self._composition):
@@ -292,8 +292,8 @@ class Composite:
         Return all weights and buffers as torch tensors in memory, for ``model.load_state_dict``.
 
         *dtype* is ``bf16``, ``fp16`` or ``fp32``, by default the type in which each parameter is trained; the numbers
-        are those of `export`, under the names of the model that was trained. Every tensor is a copy that may be written
-        to; tied names share one. Frozen parameters are missing if the checkpoint was saved without them.
+        are the same as `export` writes, under the names of the model that was trained. Every tensor is a writable copy;
+        tied names share one copy. Frozen parameters are missing if the checkpoint was saved without them.
         """
         with naming_damage(self._repo, self._composition):
             versions = load_versions(self._repo, self._composition)

@@ -20,7 +20,7 @@ __all__ = ["StoreReader", "StoreWriter"]
 # Loaded on first use: they import torch.
 _HOMES = {"StoreReader": "reader", "StoreWriter": "writer"}
 
-if not TYPE_CHECKING:  # else type checkers would believe in every name
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

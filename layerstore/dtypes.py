@@ -50,10 +50,10 @@ _BY_TORCH_NAME = {row.torch_name: row for row in DTYPES}
 
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types that are rounded or widened to a requested one; others stay as they are."""
+"""Types that are rounded or widened to a requested type; others stay as they are."""
 
 
-@cache  # a save asks for millions; unknown codes raise, so this stays as small as the table
+@cache  # a save makes millions of calls; unknown codes raise, so the cache stays as small as the table
 def by_code(code: str) -> DType:
     """Return the row of the safetensors code *code*."""
     return _find(_BY_CODE, code)

@@ -15,9 +15,9 @@ LayerstoreError
   SourceCheckpoint              the source is incomplete, damaged or untrusted
   LayoutMismatch                ranks, world sizes or layers that do not fit each other
   JobLost                       another process that shares the work has ended
-  Internal                      our own fault
+  Internal                      a bug in layerstore
 
-Branches follow what a caller would do about them.
+Classes are split by what a caller would do about the error.
 Every class has a stable *kind* and the exit code of the command line.
 """
 
@@ -27,7 +27,7 @@ PERMISSION_ERRNOS = frozenset({errnos.EACCES, errnos.EPERM, errnos.EROFS})
 # The process's own limits: these say nothing about the file.
 PROCESS_ERRNOS = frozenset({errnos.EMFILE, errnos.ENFILE, errnos.ENOMEM})
 FULL_DISK_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT})
-# EFBIG is a limit of the process on the size of files: to free space does not help.
+# EFBIG is the process's limit on file size: freeing space does not help.
 NO_SPACE_ERRNOS = FULL_DISK_ERRNOS | {errnos.EFBIG}
 
 
@@ -41,10 +41,10 @@ class LayerstoreError(Exception):
     """
     Say in one line what was asked, what was found and what is safe.
 
-    *hint* is the next thing to do, best as a command; a class may have a usual one.
+    *hint* is the next thing to do, preferably a command; a class may have a usual hint.
     *facts* are the values behind the message, for programs.
-    Unprintable characters, which file names may hold, are escaped. A URL that may hold a key is cut to its scheme: it
-    may have been given in the place of anything.
+    Unprintable characters, which file names may hold, are escaped. A URL that may hold a key is cut to its scheme: a
+    user may have passed one as any argument.
     """
 
     exit_code: int = 1
@@ -155,7 +155,7 @@ class Conflict(LayerstoreError):
 
 
 class Overtaken(Conflict):
-    """Something that this relied on was removed meanwhile; repeating the command succeeds."""
+    """Something that the command relied on was removed while it ran; repeating it succeeds."""
 
 
 class Unsupported(LayerstoreError):
@@ -187,7 +187,7 @@ class LayoutMismatch(LayerstoreError):
     """Ranks, world sizes or layers do not fit each other."""
 
     exit_code = 22
-    usual_hint = "all files and layers must be of one model, the files of one save"
+    usual_hint = "all files and layers must come from one model, and all files from one save"
     kind = "layout_mismatch"
 
 
@@ -198,6 +198,6 @@ class JobLost(LayerstoreError):
 
 
 class Internal(LayerstoreError):
-    """A fault of our own: please report it."""
+    """A bug in layerstore: please report it."""
 
     kind = "internal"

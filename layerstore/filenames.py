@@ -27,7 +27,7 @@ TRAINER_FILES = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.pt
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Left by an interrupted Trainer."""
 WEIGHTS = "model.safetensors"
-"""Transformers' weights in one file; in several, they have numbers, and an index."""
+"""Transformers' weights in one file; several files are numbered, and have an index."""
 WEIGHTS_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 WEIGHTS_INDEX = "model.safetensors.index.json"
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
@@ -43,7 +43,7 @@ UNIVERSAL = "universal"
 SCHEDULES = frozenset({"scheduler.pt", "scheduler.bin"})
 """Where the Trainer and Accelerate keep a schedule of their own."""
 DCP_METADATA = ".metadata"
-"""What says where the tensors of a distributed checkpoint lie."""
+"""The file that says where the tensors of a distributed checkpoint are."""
 DCP = "torch.distributed.checkpoint"
 FULL_STATE_DICT = "FSDP's FULL_STATE_DICT"
 FILE_PER_RANK = "FSDP with a file for each rank"
@@ -54,14 +54,14 @@ FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 FSDP_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
 """The folders of a ``SHARDED_STATE_DICT``, each a distributed checkpoint."""
 WHOLE_MODEL = re.compile(r"mp_rank_(?P<mp>[0-9]{2,4})_model_states\.pt")
-"""Such a file, of any degree of tensor parallelism."""
+"""A file like MODEL_STATES, for any degree of tensor parallelism."""
 _PIPELINE, _EXPERTS = "pipeline-parallel", "mixture-of-experts (DeepSpeed's own)"
 NOT_SUPPORTED = {
     _PIPELINE: "train without pipeline parallelism and save again",
     _EXPERTS: "its experts are in files of their own; mixtures of Transformers, such as Mixtral, can be ingested",
     UNIVERSAL: "ingest the checkpoint that it was made from",
 }
-"""What DeepSpeed saves and is not ingested, and what to do instead."""
+"""What DeepSpeed saves that cannot be ingested, and what to do instead."""
 # Files of other kinds of checkpoints, and the names of those kinds.
 _FOREIGN = (
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), _PIPELINE),
@@ -93,12 +93,12 @@ def folder_kind(names: Iterable[str]) -> str | None:
 
 
 def is_shard(name: str) -> bool:
-    """Whether DeepSpeed calls a file of model or optimizer states *name*."""
+    """Whether *name* is DeepSpeed's name for a file of model or optimizer states."""
     return SHARD.fullmatch(name) is not None or WHOLE_MODEL.fullmatch(name) is not None
 
 
 def is_of_fsdp(name: str) -> bool:
-    """Whether FSDP, or PyTorch's distributed checkpoint, calls a file of model or optimizer *name*."""
+    """Whether *name* is a model or optimizer file of FSDP or of PyTorch's distributed checkpoint."""
     return name == FSDP_OPTIMIZER or folder_kind([name]) in FSDP
 
 
@@ -128,7 +128,7 @@ def rank_of_file(name: str) -> int | None:
 
 
 def owner_of_file(name: str, *, world_size: int) -> int:
-    """Return the rank that keeps the file *name*: the owner of a random state, or rank 0 for files of no rank."""
+    """Return the rank that keeps the file *name*: the owner of a random state, rank 0 for a file without an owner."""
     rank = rank_of_file(name)
     return rank if rank is not None and rank < world_size else 0
 

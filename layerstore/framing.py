@@ -1,5 +1,5 @@
 """
-How an object frames slices: a safetensors file with every byte determined here, and so are exported weights.
+How an object frames slices: as a safetensors file whose every byte is determined here; so are exported weights.
 
 The header is padded with spaces so that the payload starts on a page. Slices that fill whole pages come first, then
 the rest, both by key, so whole-page slices stay page-aligned whatever else is in the file. Nothing that could vary
@@ -110,10 +110,10 @@ class CodedSlice(Slice, Protocol):
 
 def coded_frame(tensors: Iterable[CodedSlice], *, reference: str) -> tuple[Frame, list[int]]:
     """
-    Lay out an object of *tensors* in their own order, each as the parts of its coding, and each part after the other.
+    Lay out an object of *tensors* in their given order, each as the parts of its coding, one part after the other.
 
     Return the layout of all parts, and the number of the first part of each tensor. The name of the *reference* is
-    part of the file: the same differences to something else are another object.
+    part of the file, so the same differences to another reference make another object.
     """
     parts: list[tuple[str, str, tuple[int]]] = []
     first = []

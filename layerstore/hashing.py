@@ -35,7 +35,7 @@ def object_id(data: Bytes) -> ObjectId:
 
 
 crc32 = isal_zlib.crc32
-"""The zip checksum of some bytes, continued from a second argument; a call less for each of a million slices."""
+"""The zip checksum of some bytes, continued from a second argument; the alias saves a call for each of many slices."""
 
 
 def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
@@ -90,8 +90,8 @@ class ObjectHasher(NameHasher):
     """
     Digests an object while its bytes stream by: as a whole, and every 16 MiB of it.
 
-    Of more than 240 bytes, the xxh3_64 is the lower half of the xxh3_128. So the first chunk, which is all of most
-    objects, is hashed once for both.
+    Above 240 bytes, the xxh3_64 is the lower half of the xxh3_128. So the first chunk, which is all of most objects, is
+    hashed once for both.
     """
 
     __slots__ = ("_chunk", "_chunk_left_bytes", "_chunks")
@@ -99,7 +99,7 @@ class ObjectHasher(NameHasher):
     def __init__(self) -> None:
         super().__init__()
         self._chunk: xxhash.xxh3_64 | None = None
-        """Of the second chunk and those that follow."""
+        """For the second chunk and all later ones."""
         self._chunk_left_bytes = VERIFY_CHUNK_BYTES
         self._chunks: list[bytes] = []
 

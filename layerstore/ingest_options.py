@@ -14,12 +14,12 @@ class IngestOptions:
 
     run: Annotated[
         str | None,
-        Setting("the run's name", metavar="R", default="the save folder's; of checkpoint-N and the like, its parent's"),
+        Setting("the run's name", metavar="R", default="the save folder's; for checkpoint-N or the like, its parent's"),
     ] = None
     tag: Annotated[str | None, Setting("DeepSpeed's tag", metavar="T", default="what `latest` names")] = None
     step: Annotated[
         int | None,
-        Setting("of a torch.distributed.checkpoint folder that does not say its step", metavar="N", read=int),
+        Setting("the step of a torch.distributed.checkpoint folder that does not state it", metavar="N", read=int),
     ] = None
     pin: Annotated[str | None, Setting("pin the commit under this name", metavar="NAME")] = None
     replace: Annotated[bool, Setting("other content saved for this step goes to the trash")] = False
@@ -33,30 +33,29 @@ class IngestOptions:
     exact_every: Annotated[
         int | None,
         Setting(
-            "with another precision, every Nth version of a layer is exact all the same, N at least 1; "
-            "none: only the first",
+            "with another precision, every Nth version of a layer is still exact, N at least 1; none: only the first",
             metavar="N",
             read=count_or_none,
         ),
     ] = EXACT_EVERY
     rollback: Annotated[bool, Setting("training went back to an earlier step: a new attempt begins")] = False
     resumed_from: Annotated[
-        str | None, Setting("the commit or pinned composite that training went on from", metavar="REF")
+        str | None, Setting("the commit or pinned composite that training resumed from", metavar="REF")
     ] = None
     layer_pattern: Annotated[
         str | None,
         Setting(
-            "finds the layer in a parameter's name: the group layer, else the first, else the match", metavar="REGEX"
+            "finds the layer in a parameter's name: group 'layer', else the first, else the match", metavar="REGEX"
         ),
     ] = None
     onto: Annotated[
         str | None,
-        Setting("from torch.distributed.checkpoint back to DeepSpeed: all else is of this commit", metavar="REF"),
+        Setting("from torch.distributed.checkpoint to DeepSpeed: this commit supplies all the rest", metavar="REF"),
     ] = None
     allowed_globals: frozenset[str] = frozenset()
     """Classes of foreign pickles that are kept as inert objects."""
     follow: Annotated[bool, Setting("follow links to files inside the checkpoint")] = False
-    trust_store: Annotated[bool, Setting("do not read what the store has already; its size has to do")] = False
+    trust_store: Annotated[bool, Setting("do not read what the store already has; check only its size")] = False
 
     def __post_init__(self) -> None:
         keyframes(self.precision, self.exact_every)

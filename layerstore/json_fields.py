@@ -1,10 +1,10 @@
 """
 The single conversion from dataclasses to JSON: the fields of a result that ``--json`` prints.
 
-A result whose JSON differs from its fields says so in its ``_JSON``: the names in order, each that of an attribute, or
-``name=attribute`` if the two differ, with ``name=#attribute`` for the length of the attribute. Any other dataclass has
-all its fields under their own names. These names are documented (docs/reference/cli.md), and programs rely on them:
-attributes may be renamed, but the names must not change.
+A result whose JSON differs from its fields lists its JSON names, in order, in ``_JSON``: each is an attribute's name,
+or ``name=attribute`` if the two differ, or ``name=#attribute`` for the length of the attribute. Any other dataclass has
+all its fields under their own names. The JSON names are documented (docs/reference/cli.md), and programs rely on them:
+attributes may be renamed, but the JSON names must not change.
 """
 
 import math

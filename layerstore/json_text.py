@@ -12,7 +12,7 @@ def parse_json(data: bytes | str, *, parse_int: Callable[[str], object] | None =
     Return the value of *data*; *parse_int* makes its whole numbers.
 
     Raises:
-        ValueError: It is not JSON, or nested too deeply, or has more lists and objects than any real one.
+        ValueError: It is not JSON, or nested too deeply, or has more lists and objects than any real file.
     """
     opened = data.count(b"[") + data.count(b"{") if isinstance(data, bytes) else data.count("[") + data.count("{")
     if opened > JSON_CONTAINERS_MAX:

@@ -106,7 +106,7 @@ def layer_of(name: str, *, pattern: re.Pattern[str] | None = None) -> str:
 def _layer_by_rule(name: str) -> str:
     parts = name.split(".")
     for position, part in enumerate(parts[:-1]):
-        # The first number is the block's; one behind it is of an expert, or of a module within.
+        # The first number is the block's; any after it belongs to an expert, or to a module inside the block.
         if part.isdecimal():
             return ".".join(parts[: position + 1])
     owner = parts[:-1]
@@ -214,8 +214,8 @@ def _beginning(layer: str, first: Mapping[str, int], *, end: int) -> int:
     """
     Return the start of the blocks that an auxiliary layer belongs to.
 
-    They are those of the stack that shares the longest part of its name (``encoder.final_layer_norm`` and
-    ``encoder.block``), by default the first.
+    It belongs to the stack whose name shares the most leading parts (``encoder.final_layer_norm`` and
+    ``encoder.block``), by default to the first.
     """
     shared = {stack: _shared(layer.split("."), stack.split(".")) for stack in first}
     most = max(shared.values(), default=0)
@@ -243,7 +243,7 @@ def check_name(name: str, *, what: str) -> str:
     """
     Return *name* if it may name a run or a pin.
 
-    ``@`` and ``~`` are left out because references use them.
+    ``@`` and ``~`` are not allowed because references use them.
 
     Raises:
         InvalidInput: It is empty, too long, not NFC, or has characters that could be mistaken for something else.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # building the model's classes would take too long for shell 
 IDENTITY = "store.json"
 OBJECT_ID = re.compile(r"[0-9a-f]{32}")
 MARK_PREFIX = ".layerstore-"
-"""Of files that ranks make for a moment where a store may be made, to find out which of them see the same folder."""
+"""Prefix of short-lived files that ranks make where a store may be made, to find out which ranks share the folder."""
 RECORD_NAME = re.compile(r"(?P<step>0|[1-9][0-9]{0,18})\.(?P<id>[0-9a-f]{32})")
 
 
@@ -77,7 +77,7 @@ class Layout:
 
     @cached_property
     def aside(self) -> Path:
-        """Objects on their way out."""
+        """Objects about to be removed."""
         return self.gc / "aside"
 
     @cached_property

@@ -10,14 +10,14 @@ PAGE_BYTES = 4096
 # Large enough to be worth releasing the GIL and to amortize a call, small enough to stay in the L2 cache.
 IO_CHUNK_BYTES = 1 * MIB
 
-# What ingest reads, hashes and codes at once. Every step of coding takes the interpreter's lock once for a chunk: half
-# as much, and threads wait for it; twice as much, and nothing is left in the caches.
+# What ingest reads, hashes and codes at once. Every step of coding takes the interpreter's lock once for a chunk: with
+# chunks half as large, threads wait for the lock; with chunks twice as large, nothing stays in the caches.
 SOURCE_CHUNK_BYTES = 2 * MIB
 
 # Objects up to this size are read, hashed and written as one piece of memory: a thousand ranks have a million of them.
 SMALL_OBJECT_BYTES = 4 * MIB
 
-# What no rank has cut is cut into slices, so that an object is at most so large: it is made and read as a whole.
+# What no rank has cut is cut into slices, so that no object is larger than this: it is made and read as a whole.
 SLICED_BYTES = 1 * GIB
 
 # For larger writes the kernel uses larger folios, and finding free memory for those can cost five times the write.
@@ -47,16 +47,16 @@ INLINE_BYTES_MAX = 32 * KIB
 RECORD_BYTES_MAX = 64 * MIB
 BLOB_BYTES_MAX = 256 * MIB
 
-# Maps and lists in one of them: each takes a byte there and 64 bytes or more of memory. A record of 10,000 layers and
-# ranks has 40,000, a rank's part with the experts' slices of such a model 200,000. A version has two for each slice of
-# each rank, and 2,048 ranks of a large mixture of experts have a million slices.
+# Maps and lists in one record or blob: each takes a byte there and at least 64 bytes of memory. A record of 10,000
+# layers and ranks has 40,000, a rank's part with the experts' slices of such a model 200,000. A version has two for
+# each slice of each rank, and 2,048 ranks of a large mixture of experts have a million slices.
 RECORD_CONTAINERS_MAX = 1_000_000
 BLOB_CONTAINERS_MAX = 4_000_000
 
 # A number in a record or blob is a size, a count, a step, a checksum or a time in nanoseconds; no real one is larger.
 NUMBER_MAX = 2**63 - 1
 
-# Of an export's weights in one file: small enough for every hub and filesystem.
+# How much of an export's weights one file holds: small enough for every hub and filesystem.
 SHARD_SIZE = "5GB"
 
 # Our own JSON files hold a few names and URLs, and `pushed.json` 36 bytes for each commit and remote.
@@ -75,7 +75,7 @@ PICKLE_OPCODES_MAX = 5_000_000
 PICKLE_OBJECTS_MAX = 1_000_000
 PICKLE_DEPTH_MAX = 200
 
-# A pickle may name one list many times, and writing out the tree writes it each time.
+# A pickle may refer to one list many times, and writing out the tree writes the list each time.
 PICKLE_EXPANDED_BYTES_MAX = 256 * MIB
 
 # A distributed checkpoint's ``.metadata`` has 50 opcodes for each chunk of each tensor. 70B with Adam on 512 ranks has
@@ -142,7 +142,7 @@ LOCK_DEADLINE_SECONDS = 60.0
 LOAD_WAIT_SECONDS = 600.0
 
 # How long to keep looking for a file that must exist on a network filesystem, whose clients cache both hits and misses
-# for a while; and how long after a search in vain not to search again, because damage is not lateness.
+# for a while; and how long after a failed search not to search again, because a file that is lost never appears.
 LATE_SECONDS = 10.0
 NOT_LATE_SECONDS = 60.0
 
@@ -176,7 +176,7 @@ REMOTE_UPLOAD_SECONDS = 1800.0
 # Tries of a request, and the pause before the second try; each further pause is twice as long, 15 s in total.
 REMOTE_TRIES = 6
 REMOTE_PAUSE_SECONDS = 0.5
-# A collection of a remote removes objects that have been unnamed for this long; a push rewrites those half as old.
+# A collection of a remote removes objects that have been unnamed for this long; a push rewrites objects half this old.
 REMOTE_GRACE_SECONDS = 24 * 3600.0
 # A collection removes from a listing no older than this; a concurrent push waits twice as long, then checks again.
 REMOTE_MOMENT_SECONDS = 10.0

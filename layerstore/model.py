@@ -47,7 +47,7 @@ class Kind(StrEnum):
 
 
 def key_of(name: str, state: str) -> str:
-    """Return what a slice of *name* is called in its object; *state* is the optimizer's, if it is of one."""
+    """Return the name that a slice of *name* has in its object; *state* is its optimizer state, or empty."""
     return f"{state}/{name}" if state else name
 
 
@@ -104,7 +104,7 @@ class StoredObject:
 
     @property
     def is_coded(self) -> bool:
-        """Whether any of its tensors has to be decoded."""
+        """Whether any of its tensors needs decoding."""
         return any(map(_coding_of, self.tensors))
 
 
@@ -131,10 +131,10 @@ class Buffer:
 
 
 STAGES = frozenset({1, 2, 3})
-"""The ZeRO stages; what has no stages is kept as stage 3."""
+"""The ZeRO stages; a save without a stage is kept as stage 3."""
 
 DCP = "dcp"
-"""Flags a record: ``torch.distributed.checkpoint`` made the save, and the ranks' states are not trees of DeepSpeed."""
+"""Flags a record: ``torch.distributed.checkpoint`` made the save, and the ranks' states are not DeepSpeed's trees."""
 
 CUTS = frozenset({"boxes", "even", "partition"})
 """The values of `LayerVersion.cut` that readers know."""
@@ -156,15 +156,15 @@ class LayerVersion:
     cut: str = field(default="even", metadata=OMITTED)
     """
     How parameters were split into slices: ``even`` is ZeRO-3's ``flat[r*k:(r+1)*k]``, k = ceil(n/world); ``partition``
-    is that of stages 1 and 2 and of FSDP, where the slices of a parameter follow each other, and some ranks have none;
-    ``boxes`` is that of tensor parallelism, where some slices are boxes.
+    is how stages 1 and 2 and FSDP split: the slices of a parameter follow each other, and some ranks have none;
+    ``boxes`` is how tensor parallelism splits: some slices are boxes.
     """
     references: tuple[StoredObject, ...] = field(default=(), metadata=OMITTED)
-    """The objects of older versions that differences of this one refer to, by shard: who keeps it keeps them."""
+    """Objects of older versions that this one's differences refer to, by shard: whatever keeps this one keeps them."""
 
     @property
     def named(self) -> tuple[StoredObject, ...]:
-        """Every object that it takes to read it."""
+        """Every object that is needed to read it."""
         return (*self.objects, *self.references)
 
     @property
@@ -185,7 +185,7 @@ class LayerVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnVersion(LayerVersion):
-    """A version with the objects of one rank, and those that all ranks share; never written."""
+    """A version with only one rank's objects and those that all ranks share; never written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,9 +213,9 @@ class LayerEntry:
     layer: str
     version: BlobRef
     origin: Origin
-    """The commit's own run and step when it was saved there, else where it was inherited from."""
+    """The commit itself if it saved the version, otherwise the save that the version was inherited from."""
     optimizer_step: int | None
-    """The optimizer's update count for it then; None if there is no count, or counts differ."""
+    """The optimizer's update count for the layer at that save; None if there is no count, or counts differ."""
     compact: int = field(default=0, metadata=OMITTED)
     """How many versions in a row, this one the last, were not kept exactly; 0 if it is exact."""
 
@@ -302,14 +302,14 @@ class CommitRecord:
     """
     One state blob per rank: everything that is not a layer.
 
-    Those of DCP have one for all ranks, and may have others with what is a rank's own.
+    A DCP save has one for all ranks, and may have others for what each rank has of its own.
     """
     layout: SourceLayout
     policy: PolicyUse
     supersedes: tuple[CommitId, ...]
     """Commits of the same run that this one replaces."""
     precision: str = field(default="exact", metadata=OMITTED)
-    """How finely the layers that it saved were to be kept; some may be exact all the same. If all are, so is it."""
+    """The precision requested for the layers that it saved, some of which may be exact anyway; ``exact`` if all are."""
     flags: tuple[str, ...] = ()
     """Features that a reader must know; see the format page."""
     notes: tuple[str, ...] = ()
@@ -322,7 +322,7 @@ class CommitRecord:
 
     @property
     def is_dcp(self) -> bool:
-        """Whether ``torch.distributed.checkpoint`` made the save, and not DeepSpeed."""
+        """Whether ``torch.distributed.checkpoint`` made the save, rather than DeepSpeed."""
         return DCP in self.flags
 
     @property
@@ -332,7 +332,7 @@ class CommitRecord:
 
     @property
     def kept_precision(self) -> str:
-        """The precision of its layers: ``exact``, that of its save, or ``mixed`` if all compact ones are inherited."""
+        """The precision of its layers: ``exact``, the save's own, or ``mixed`` if only inherited layers are compact."""
         if self.is_exact:
             return "exact"
         return "mixed" if self.precision == "exact" else self.precision
@@ -345,7 +345,7 @@ class CommitRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodingLoss:
-    """What coding lost of the masters of a layer, or of one state of its optimizer; sums add up over slices."""
+    """What coding lost of a layer's masters, or of one of its optimizer states; its sums run over all slices."""
 
     layer: str
     state: str
@@ -355,7 +355,7 @@ class CodingLoss:
     squares: float
     """The sum of the squares of all errors."""
     greatest_value: float
-    """Of what was coded: the movement since the reference for differences, else the values."""
+    """The greatest of what was coded: for differences, the movement since the reference, otherwise the values."""
     value_squares: float
 
     def __add__(self, other: Self) -> Self:
@@ -370,12 +370,12 @@ class CodingLoss:
 
     @property
     def relative(self) -> float:
-        """The root mean square of the error, relative to that of what was coded; 0 if that was nothing."""
+        """The root mean square of the error, relative to that of what was coded; 0 if the latter is 0."""
         return float((self.squares / self.value_squares) ** 0.5) if self.value_squares else 0.0
 
     @property
     def relative_greatest(self) -> float:
-        """The greatest error, relative to the greatest value that was coded; 0 if that was nothing."""
+        """The greatest error, relative to the greatest value that was coded; 0 if the latter is 0."""
         return self.greatest / self.greatest_value if self.greatest_value else 0.0
 
 
@@ -440,7 +440,7 @@ class Pin:
     record: CommitRecord
     """Every layer's version and everything else, so that the pin outlives the commits that it was made from."""
     base: CommitId
-    """The commit that supplies all that is not a layer."""
+    """The commit that supplies everything that is not a layer."""
     observed: Observed
     """The time is the base's; the byte counts are 0."""
 

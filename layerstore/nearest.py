@@ -20,7 +20,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
     from difflib import get_close_matches  # only needed for error messages
 
     names = list(dict.fromkeys(known))
-    # Backwards: of two that differ in case alone, the first one stays.
+    # In reverse: of two names that differ only in case, the first one stays.
     by_folded = {name.casefold(): name for name in reversed(names)}
     return [by_folded[name] for name in get_close_matches(word.casefold(), by_folded, n=_SHOWN_MAX)]
 

@@ -8,9 +8,9 @@ from layerstore.model import OMITTED, BlobRef, CodingLoss, Kind, ObjectId
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedObject:
     """
-    A `StoredObject` whose tensors are encoded as they will stand in a version blob.
+    A `StoredObject` whose tensors are encoded as they will be in a version blob.
 
-    The rank that commits names a million tensors of others, and looks at none of them.
+    The rank that commits names a million tensors of other ranks, and looks at none of them.
     """
 
     id: ObjectId
@@ -35,13 +35,13 @@ class LayerPart:
     layer: str
     objects: tuple[PackedObject, ...]
     references: tuple[PackedObject, ...] = field(default=(), metadata=OMITTED)
-    """What their differences refer to."""
+    """The objects that their differences refer to."""
     losses: tuple[CodingLoss, ...] = field(default=(), metadata=OMITTED)
-    """What coding lost of them."""
+    """What coding them lost."""
 
     @property
     def named(self) -> tuple[PackedObject, ...]:
-        """Every object that it takes to read them."""
+        """Every object that is needed to read them."""
         return (*self.objects, *self.references)
 
 

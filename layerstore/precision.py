@@ -1,9 +1,9 @@
 """
-Precision: how finely a save keeps its layers. Which layers those are is for the policy to say.
+Precision: how finely a save keeps its layers. The policy decides which layers it keeps.
 
-An exact save is bit for bit what the trainer had. Between exact ones, a compact save keeps every layer in fewer bytes:
-Adam's moments in 8 or 4 bits, masters as differences to an exact version. It never refers to another compact one, so
-errors do not add up, and what is lost with a file is one save.
+An exact save is bit for bit what the trainer had. Between exact saves, a compact save keeps every layer in fewer bytes:
+Adam's moments in 8 or 4 bits, masters as differences to an exact version. A compact save never refers to another
+compact save, so errors do not add up, and losing a compact file costs one save.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -33,9 +33,9 @@ class Precision:
     help: str
     master: str = ""
     signed: str = ""
-    """Of Adam's first moment, and of what is like it."""
+    """For Adam's first moment, and states like it."""
     positive: str = ""
-    """Of Adam's second moment, which must never become smaller than it was by orders of magnitude."""
+    """For Adam's second moment, and states like it, which must never shrink by orders of magnitude."""
 
     @property
     def is_exact(self) -> bool:
@@ -88,10 +88,10 @@ class Keyframes:
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["exact"])
     every: int | None = EXACT_EVERY
-    """Every Nth version of a layer is exact; None for the first alone."""
+    """Every Nth version of a layer is exact; None: only the first is."""
 
     def is_exact(self, before: int | None) -> bool:
-        """Whether the next version of a layer is exact, after *before* compact ones in a row; None if it has none."""
+        """Whether a layer's next version is exact, after *before* compact ones in a row; None if it has no version."""
         if self.precision.is_exact or before is None:
             return True
         return self.every is not None and before + 1 >= self.every
@@ -99,7 +99,7 @@ class Keyframes:
 
 def count_or_none(text: str) -> int | None:
     """
-    Return the number that *text*, the value of ``--exact-every``, is, or None for ``none``.
+    Return *text*, the value of ``--exact-every``, as a number, or None for ``none``.
 
     >>> count_or_none("20"), count_or_none("none")
     (20, None)
@@ -113,7 +113,7 @@ def count_or_none(text: str) -> int | None:
 
 
 def keyframes(precision: str, exact_every: int | None) -> Keyframes:
-    """Return what the two options mean; raises InvalidInput if they mean nothing."""
+    """Return what the two options mean; raises InvalidInput if they are invalid."""
     if precision not in PRECISIONS:
         raise InvalidInput(
             f"there is no precision {precision!r}",
@@ -128,16 +128,16 @@ def keyframes(precision: str, exact_every: int | None) -> Keyframes:
 
 
 def compact_counts(before: Mapping[str, LayerEntry], compact: Collection[str]) -> dict[str, int]:
-    """Return how many compact versions in a row end with those of the layers that are *compact* now."""
+    """Return, for each layer that is *compact* now, how many compact versions it has in a row, including this one."""
     return {layer: 1 + (before[layer].compact if layer in before else 0) for layer in compact}
 
 
 def flagged(flags: Iterable[str], layers: Iterable[LayerEntry]) -> tuple[str, ...]:
-    """Return *flags*, and that some of *layers* are compact if any is."""
+    """Return *flags* with `COMPACT` if any of *layers* is compact, otherwise without it."""
     kept = {*flags, COMPACT} if any(entry.compact for entry in layers) else {*flags} - {COMPACT}
     return tuple(sorted(kept))
 
 
 def stated(precision: str, layers: Iterable[LayerEntry]) -> str:
-    """Return what a record of *layers* says of its precision: ``exact`` if all of them are, whatever was asked for."""
+    """Return the precision that a record of *layers* states: ``exact`` if all of them are, whatever was requested."""
     return precision if any(entry.compact for entry in layers) else "exact"

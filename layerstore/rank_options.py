@@ -15,23 +15,23 @@ AdamSteps = Annotated[AdamStep, Setting("the optimizer's step counters: the base
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
-    """For which ranks a composite is, and what their optimizer continues from."""
+    """For which ranks a composite is written, and what their optimizer continues from."""
 
     world_size: Annotated[int | None, Setting("for how many ranks", metavar="W", default="as many as the base has")] = (
         None
     )
     adam_step: AdamSteps = "unify"
-    moments: Annotated[Moments, Setting("the optimizer's moments: the base's, or zero and its counters too")] = "base"
+    moments: Annotated[Moments, Setting("the optimizer's moments: the base's, or zero, its counters too")] = "base"
     like: Annotated[
         str | None,
         Setting(
-            "the commit of DeepSpeed whose own state is counted on, for what FSDP2 saved",
+            "for what FSDP2 saved: the commit that supplies DeepSpeed's own state, advanced by the updates since",
             metavar="REF",
             default="the newest of the history",
         ),
     ] = None
     as_zero3: bool = False
-    """Whether they are of stage 3, whatever stage saved them."""
+    """Whether the shards have stage 3, whatever stage the base was saved under."""
 
     def __post_init__(self) -> None:
         check_fields(self)

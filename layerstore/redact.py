@@ -14,14 +14,14 @@ _SCHEMES = ("s3", "gs", "az", "file", "memory", "http", "https", "ftp", "sftp", 
 _HARMLESS = re.compile(r"(?P<slashes>/*+)(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._$-]*)(:[0-9]{1,5})?(/[^@]*)?")
 _URL = rf"(?:[A-Za-z][A-Za-z0-9+.-]*://|(?:{'|'.join(_SCHEMES)}):/|(?:s3|gs|az|https?):(?!/))"
 _KEY_OF_A_PLACE = r"[^\s:]++:(?=\S*@)"
-"""``ID:KEY@BUCKET``, whatever stands before it; ``HOST:/PATH`` is none."""
+"""``ID:KEY@BUCKET``, whatever precedes it; ``HOST:/PATH`` does not match."""
 _IN_TEXT = re.compile(rf"(?<!\S)([('\"\[{{<]*+)(?!{_URL}){_KEY_OF_A_PLACE}\S+|\b{_URL}\S+", re.IGNORECASE)
 _PUNCTUATION = ":;,.)]}'\"’”…"
 
 
 def shown_url(url: str) -> str:
     """
-    Return *url*, whatever somebody meant by it, without anything that may be a secret.
+    Return *url*, whatever it was meant to be, without anything that may be a secret.
 
     >>> shown_url("s3://bucket/prefix"), shown_url("s3://bucket/prefix?X-Signature=abc")
     ('s3://bucket/prefix', 's3://bucket/prefix?…')
@@ -42,7 +42,7 @@ def shown_url(url: str) -> str:
 
 def redacted(text: str) -> str:
     """
-    Return *text* with each URL in it as `shown_url` shows it, and all else that may be one with a key.
+    Return *text* with `shown_url` applied to each URL in it, and to anything else that may be a URL with a key.
 
     >>> redacted("there is no run 's3://key:secret@bucket'; s3://bucket/prefix: no room is left")
     "there is no run 's3://…'; s3://bucket/prefix: no room is left"

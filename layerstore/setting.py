@@ -20,14 +20,14 @@ class Setting:
     metavar: str = ""
     """Stands for a value in ``--help``; for a Literal, its words do."""
     read: Callable[[str], object] | None = None
-    """Makes a value from text, or raises InvalidInput, where the field's type alone does not."""
+    """Makes a value from text, or raises InvalidInput, where the field's type alone is not enough."""
     default: str = ""
     """In words, where the field's own default does not say it."""
     kind: Any = str
     """What the command line takes: a number, one of a Literal's words, or text."""
 
     def value(self, given: object) -> object:
-        """Return what *given* means if it is text; what is not a number is left to the policy's own check."""
+        """Return what *given* means if it is text; text that is not a number is left to the policy's own check."""
         if not isinstance(given, str):
             return given
         if self.read is not None:
@@ -38,7 +38,7 @@ class Setting:
 
 
 def settings_of(cls: object) -> dict[str, Setting]:
-    """Return the settings of *cls*, by name; none if its fields do not say any."""
+    """Return the settings of *cls*, by name; none if its fields declare none."""
     own = fields(cls) if isinstance(cls, type) and is_dataclass(cls) else ()
     return {field.name: _completed(field) for field in own if get_origin(field.type) is Annotated}
 

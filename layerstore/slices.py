@@ -1,5 +1,5 @@
 """
-Slices: how ZeRO-3 cuts parameters, and where those of a composite are, however cut.
+Slices: how ZeRO-3 cuts parameters, and where a composite's slices are, however they were cut.
 
 Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); elements beyond n are padding.
 Each layer may have been saved by a different number of ranks. `Slices` finds any elements of any parameter.
@@ -70,14 +70,14 @@ class Piece:
     crc32: int | None = None
     """The checksum of a whole slice that is copied; no other bytes have a stored checksum."""
     is_coded: bool = False
-    """Whether the object has to be decoded; then *object_offset* is where the bytes would be in a plain one."""
+    """Whether the object needs decoding; then *object_offset* is where the bytes would be in an uncoded object."""
     is_measured: bool = False
     """Whether its checksum is wanted but unknown, so that the copy must compute it."""
     mean_of: tuple[Addend, ...] = ()
     """If it is a mean, all its parts, of *size_bytes* each; the first is *object*'s."""
 
     def within(self, begin: int, end: int) -> "Iterator[Piece]":
-        """Yield its part between two offsets of the output file; one that is converted lies there as a whole."""
+        """Yield its part between two offsets of the output file; a converted piece lies there as a whole."""
         if self.rounding is not None:
             yield self
             return
@@ -108,11 +108,11 @@ class StoredSlice:
 
     object: StoredObject
     ref: BlobRef
-    """The object's."""
+    """The object's name and size."""
     tensor: StoredTensor
     offset: int
     is_coded: bool
-    """Whether its object is."""
+    """Whether its object is coded."""
 
     @property
     def size_bytes(self) -> int:
@@ -134,7 +134,7 @@ class StoredSlice:
 
 
 def slices_in(stored: StoredObject) -> Iterator[StoredSlice]:
-    """Yield the slices of an object, as if none was coded; raises IntegrityError if they do not fill it."""
+    """Yield the slices of an object, as if none were coded; raises IntegrityError if they do not fill it."""
     framing, ref, is_coded = frame(stored.tensors), stored.ref, stored.is_coded
     file = coded_frame(stored.tensors, reference=stored.reference)[0] if is_coded else framing
     if file.size_bytes != stored.size_bytes:
@@ -148,11 +148,11 @@ class _Row:
     """The slices of a parameter, in order."""
 
     slices: tuple[StoredSlice, ...]
-    """One that is a box comes once for each run of elements in it."""
+    """A box appears once for each run of elements in it."""
     starts: tuple[int, ...]
     """Where the elements begin in each slice."""
     bounds: tuple[int, ...]
-    """The elements at which they begin in the parameter, and at last the end."""
+    """Where the elements of each begin in the parameter, then where the last ones end."""
 
 
 def _row_of_runs(slices: Iterable[StoredSlice]) -> _Row:
@@ -162,7 +162,7 @@ def _row_of_runs(slices: Iterable[StoredSlice]) -> _Row:
 
 
 def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
-    """Return the runs of slices that are boxes of a tensor of *shape*; they end where one is missing."""
+    """Return the runs of slices that are boxes of a tensor of *shape*, up to the first run that is missing."""
     runs: list[tuple[int, int, int, StoredSlice]] = []
     for part in slices:
         offsets, sizes = part.tensor.box[: len(shape)], part.tensor.box[len(shape) :]
@@ -181,7 +181,7 @@ def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
 
 
 def _row_of_one(part: StoredSlice, shape: Sequence[int]) -> _Row:
-    """Return a rank's own slice of a tensor of *shape*, as ZeRO-3 cuts it; raises LayoutMismatch if it is not."""
+    """Return a rank's own slice of a tensor of *shape*; raises LayoutMismatch unless ZeRO-3 cuts it that long."""
     stored, tensor = part.object, part.tensor
     begin = stored.shard * slice_length(prod(shape), stored.shards)
     expected = valid_elements(prod(shape), stored.shards, stored.shard)
@@ -255,7 +255,7 @@ class Slices:
         return self._of_ranks(kind, name, state)[0].tensor.dtype
 
     def bounds(self, kind: Kind, name: str, *, state: str = "") -> tuple[int, ...]:
-        """Return the elements at which a parameter's slices begin, and at last their end."""
+        """Return where each of a parameter's slices begins, counted in elements, then where the last one ends."""
         return self._row(kind, name, state).bounds
 
     def _of_ranks(self, kind: Kind, name: str, state: str) -> list[StoredSlice]:
@@ -318,11 +318,11 @@ class Slices:
     def _parts(
         self, kind: Kind, name: str, *, state: str, begin: int, end: int
     ) -> list[tuple[StoredSlice, int, int, Sequence[_Part]]]:
-        """Return what the elements *begin* to *end* are made of: stretches, for a mean of several with its parts."""
+        """Return the stretches that the elements *begin* to *end* are made of; a mean of several has its parts."""
         averaged = self._means.get(name) if kind is Kind.MASTER else None
         if averaged is None:
             return [(*stretch, ()) for stretch in self.stretches(kind, name, state=state, begin=begin, end=end)]
-        ends = {begin}  # of stretches, which other numbers of ranks have elsewhere
+        ends = {begin}  # of stretches, which differ between saves from different numbers of ranks
         for source, _ in averaged:
             lengths = (elements for _, _, elements in source.stretches(kind, name, begin=begin, end=end))
             ends |= set(accumulate(lengths, initial=begin))
@@ -343,7 +343,7 @@ class Slices:
         if begin == end:
             return []
         row, stretches = self._row(kind, name, state), []
-        if not row.bounds[0] <= begin < end <= row.bounds[-1]:  # not asserted: python -O would load other bytes
+        if not row.bounds[0] <= begin < end <= row.bounds[-1]:  # not asserted: python -O would load wrong bytes
             raise Internal(f"{state or kind} of {name!r}: a rank asks for more than its own slice")
         at = bisect_right(row.bounds, begin) - 1
         while begin < end:
@@ -387,18 +387,18 @@ class Slices:
 
 
 def _masters_of(version: LayerVersion) -> LayerVersion:
-    """Return *version* with nothing but its masters: an average of a thousand saves needs no place for the rest."""
+    """Return *version* with only its masters: an average of a thousand saves must not need memory for the rest."""
     return replace(version, objects=tuple(stored for stored in version.objects if stored.kind is Kind.MASTER))
 
 
 def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:
-    """Return *parts* as those of a mean; raises LayoutMismatch if they have several element types."""
+    """Return *parts* as the addends of a mean; raises LayoutMismatch unless all have one element type, not fp64."""
     addends = []
     for stored, start, elements, weight in parts:
         piece = stored.piece(0, start=start, elements=elements)
         addends.append(Addend(object=piece.object, object_offset=piece.object_offset, weight=weight))
         first = parts[0][0].tensor
-        # `mean` gives fp32, which is less than fp64 has.
+        # `mean` returns fp32, which is less precise than fp64.
         if stored.tensor.dtype != first.dtype or first.dtype == "F64":
             raise LayoutMismatch(
                 f"{first.name!r} is stored as {first.dtype} and as {stored.tensor.dtype}: these have no mean",

@@ -47,7 +47,7 @@ class Store:
     """
     A store of checkpoints. Safe to share between threads; close it when done, or use it in a ``with``.
 
-    A reference (*ref*) is ``RUN@STEP``, ``RUN`` (its newest step), ``RUN~1`` (the attempt before) or a pin's name;
+    A reference (*ref*) is ``RUN@STEP``, ``RUN`` (its newest step), ``RUN~1`` (its previous attempt) or a pin's name;
     None means the newest step of the store's only run.
     """
 
@@ -84,9 +84,9 @@ class Store:
 
     def overview(self) -> "Table[RunLine]":
         """
-        Return a line for each run, the run that was saved last first: its newest save, and whether that is whole.
+        Return a line for each run, most recently saved first: its newest save, and whether that save is whole.
 
-        No tensor is read, and no record but that of the newest save; `verify` reads the bytes.
+        No tensor is read, and only the record of the newest save; `verify` reads the bytes.
         """
         from layerstore.inspect import run_lines
 
@@ -132,14 +132,14 @@ class Store:
         Store the ZeRO *checkpoint*: a folder written by DeepSpeed, the HF Trainer, Accelerate or Lightning.
 
         Once this returns, the commit survives a power cut. Storing the same content again writes nothing. Only the
-        layers that are due under *policy* are stored; the commit inherits the others. In a *precision* other than
-        ``exact``, they take fewer bytes, but for every Nth version of each (*exact_every*). *rollback* says that
-        training went back to an earlier step, *resumed_from* to which commit or pinned composite. Objects that the
-        store already has are read, and replaced if they are damaged; with *trust_store*, only their size is checked.
+        layers that are due under *policy* are stored; the commit inherits the others. With a *precision* other than
+        ``exact``, they take fewer bytes, except every Nth version of each (*exact_every*), which is exact. *rollback*
+        says that training went back to an earlier step, *resumed_from* to which commit or pinned composite. Objects
+        that the store already has are read, and replaced if damaged; with *trust_store*, only their size is checked.
 
-        A folder of ``torch.distributed.checkpoint`` is stored by itself, as *step* if it does not say its own. To go
+        A ``torch.distributed.checkpoint`` folder is stored on its own, as *step* if it does not state its step. To go
         back to DeepSpeed, store it *onto* a commit of the same model, which supplies what DeepSpeed needs besides
-        weights and moments; it continues that commit's run.
+        weights and moments; the new commit continues that commit's run.
 
         Raises:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
@@ -181,13 +181,13 @@ class Store:
         """
         Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``.
 
-        *policy* is a name, with settings or not: ``filter:every=10``, a policy: ``layerstore.Filter(every=10)``, or an
-        object of yours.
+        *policy* is a name, optionally with settings (``filter:every=10``), a policy (``layerstore.Filter(every=10)``),
+        or an object of your own.
         A *recipe* is a YAML file, in our grammar or LLMTailor's, that names the base and every layer's step; *run* is
-        the run for steps without one. With *exact*, the newest save up to *ref* that was kept bit for bit takes its
-        place (policy ``exact`` is another thing: every layer from the very step of *ref*). With *without_damaged*,
-        every byte is read first, and a damaged layer is replaced by its newest sound version: ``recipe_notes`` says
-        which.
+        the run for steps without one. With *exact*, the base is the newest save up to *ref* that was kept bit for bit
+        (the policy ``exact`` differs: it takes every layer from the step of *ref* itself). With *without_damaged*,
+        every byte is read first, and a damaged layer is replaced by its newest sound version; ``recipe_notes`` says
+        which layers were.
         """
         from layerstore.compose import as_newest_exact, compose_by_policy, compose_by_recipe, compose_exact
         from layerstore.compose import without_damaged as avoid_damage
@@ -223,13 +223,13 @@ class Store:
         self, saves: str | None = None, *, ref: str | None = None, ema: float | None = None, layers: str | None = None
     ) -> "Composite":
         """
-        Return a composite whose masters are the mean of those of several *saves*; write it as any other.
+        Return a composite whose masters are the mean over several *saves*; write it like any other.
 
-        *saves* are ``last:10``, the newest ten up to the commit *ref*, or any, with weights behind them:
-        ``sft@800,sft@900:2``. With *ema*, a number below 1, each save weighs that much times what the one after it
-        does; without *saves*, as far back as that is no less than a thousandth. *layers* is a pattern of the layers
-        that are averaged, such as ``model.layers.*``. Everything else, moments too, is from *ref*: by default the last
-        of the saves that are named, or else the only run's newest.
+        *saves* is ``last:10``, the newest ten up to the commit *ref*, or a list with optional weights:
+        ``sft@800,sft@900:2``. With *ema*, a number below 1, each save weighs *ema* times as much as the next newer
+        save; without *saves*, the mean goes back until a save would weigh less than a thousandth of the newest.
+        *layers* is a pattern of the layers to average, such as ``model.layers.*``. Everything else, including moments,
+        comes from *ref*: by default the last save named in *saves*, otherwise the newest of the only run.
         """
         from layerstore.compose import average, base_of_mean, compose_latest
         from layerstore.composite import Composite
@@ -252,12 +252,12 @@ class Store:
         """
         Find the first bad save after *good* in the history of *bad* and, unless *steps_only*, the layers to blame.
 
-        *judge* takes a folder as `Composite.export` writes it and returns a `Judged`. Trials and a log are in *folder*;
-        the same call goes on from the log: *name* tells a judge from others. *on_trial* gets each new trial.
+        *judge* takes a folder as `Composite.export` writes it and returns a `Judged`. *folder* holds the trials and a
+        log, from which the same call continues; *name* identifies the judge. *on_trial* gets each new trial.
 
         Raises:
             InvalidInput: *good* is not before *bad* in one history.
-            Conflict: *good* is judged bad, or *bad* good.
+            Conflict: *good* is judged bad, or *bad* good, or one of them cannot be judged.
         """
         from layerstore.bisect import bisect
 
@@ -279,8 +279,8 @@ class Store:
         """
         Return the commits of *run*, or of every run by name, newest step first.
 
-        At most *limit* per run; the page starts after the commit *before*. With *metrics*, each has what training
-        measured at its step, from ``trainer_state.json`` or client_state, which takes longer.
+        At most *limit* per run; the page starts after the commit *before*. With *metrics*, which takes longer, each
+        commit has what training measured at its step, from ``trainer_state.json`` or client_state.
         """
         if_empty = (
             "no commits yet: store.ingest(CHECKPOINT, run=RUN) makes one" if before is None else "no older commit"
@@ -348,8 +348,8 @@ class Store:
         """
         Compare *layer* of the commits *a* and *b*, parameter by parameter: masters, and each state of the optimizer.
 
-        Objects are verified before they are measured; if both have the same version of the layer, none is read.
-        Parameters come by name, or largest first, *sort* being ``elements``, ``master`` or a state of the optimizer.
+        Objects are verified before they are measured; if both commits have the same version of the layer, none is read.
+        *sort* orders parameters by ``name``, or largest first by ``elements``, ``master`` or an optimizer state.
 
         Raises:
             NotFound: Neither commit has such a layer.
@@ -413,12 +413,12 @@ class Store:
 
     def delete_pin(self, name: str, *, remote: str | None = None) -> bool | None:
         """
-        Delete the pin *name*, readable or not, or the one in *remote*, a name or a URL; a visible commit stays.
+        Delete the pin *name*, readable or not, here or in *remote*, a name or a URL; a visible commit stays.
 
         Returns whether the pinned commit is still visible; None if the pin could not be read.
 
         Raises:
-            NotFound: There is none of that name.
+            NotFound: There is no pin of that name.
         """
         from layerstore.publish import delete_pin
 
@@ -430,10 +430,10 @@ class Store:
 
     def drop(self, ref: str, *, dry_run: bool = False) -> "Dropped":
         """
-        Move the commit *ref* to the trash; `undrop` moves it back until a collection empties the trash, by age.
+        Move the commit *ref* to the trash; `undrop` moves it back, until a collection removes it from the trash by age.
 
-        Commits that inherited its layers keep them. With *dry_run*, nothing is written. A bucket's trash keeps what is
-        dropped for a day, a store's for 7.
+        Commits that inherited its layers keep them. With *dry_run*, nothing is written. The trash keeps a dropped
+        commit for 7 days, in a bucket for one day.
         """
         [dropped] = self.drop_commits([ref], dry_run=dry_run)
         return dropped
@@ -444,7 +444,7 @@ class Store:
         """
         Move the commits *refs*, and every commit of *runs*, to the trash, as `drop` does.
 
-        If one of them is not found, none is moved. What each says of the others holds once all of them are gone.
+        If one of them is not found, none is moved. Each result describes the store once all of them are gone.
 
         Raises:
             NotFound: There is no such commit or run; nothing was changed.
@@ -458,8 +458,8 @@ class Store:
         """
         Move the unreadable records at the step of *ref* to the trash; return their ids.
 
-        They block `gc` until then; the next `gc` frees what only they need. One that was moved stays: it is sound once
-        it has its name again.
+        They block `gc` until then; the next `gc` frees what only they need. A record whose file was merely renamed
+        stays: it is sound again once it has its own name.
         """
         from layerstore.gc import damaged_records, give_up
 
@@ -473,7 +473,7 @@ class Store:
         Raises:
             NotFound: It is not in the trash.
             Conflict: Another commit has taken its place.
-            Locked: A collection of the bucket that the store is in is at work.
+            Locked: The store is in a bucket, and a collection of that bucket is running.
         """
         [commit] = self.undrop_commits([ref])
         return commit
@@ -482,12 +482,12 @@ class Store:
         """
         Make the commits *refs*, and those of *runs* that are in the trash, visible again, as `undrop` does.
 
-        If one of them cannot come back, none does. Of *runs*, each step gets the commit that was dropped last; if it
-        has one by now, what was dropped of it stays.
+        If one of them cannot come back, none does. For *runs*, each step gets back the commit that was dropped last; if
+        the step has a visible commit now, its dropped commits stay in the trash.
 
         Raises:
-            NotFound: One is not in the trash, or nothing of one of the *runs*.
-            Conflict: Another commit has taken the place of one.
+            NotFound: One is not in the trash, or no commit of one of the *runs* is.
+            Conflict: Another commit has taken the place of one of them.
         """
         from layerstore.gc import undrop
 
@@ -520,9 +520,9 @@ class Store:
         others use the store; with *dry_run*, nothing is removed. Objects younger than *grace_seconds* stay; change it
         only if nothing else writes. Commits that were dropped or replaced a week ago leave the trash; with
         *empty_trash*, all of them do. With *confirmed*, a plan that somebody has approved, nothing beyond that plan is
-        removed. With *pushed_to*, a remote's name or URL, commits that the remote lacks, or of which it does
-        not list everything in full size, stay. With *remote*, a name or a URL, that remote is collected instead:
-        there, objects go a day after the last commit that names them.
+        removed. With *pushed_to*, a remote's name or URL, a commit stays unless the remote has it and lists everything
+        that it needs in full size. With *remote*, a name or a URL, that remote is collected instead: there, objects go
+        a day after the last commit that names them is gone.
 
         Raises:
             IntegrityError: Something cannot be read, so what it needs is unknown, or commits would go although a commit
@@ -533,7 +533,7 @@ class Store:
         from layerstore.gc import GcRequest, execute_gc, plan_gc
         from layerstore.policy import Keep, chosen_keep
 
-        # A store that was opened by its URL is collected where it is.
+        # A store that was opened by its URL is collected in its bucket.
         remote = remote or self._repo.remote
         request = GcRequest(
             keep=chosen_keep(keep) or Keep(),
@@ -571,7 +571,7 @@ class Store:
         """
         Check the whole store, or what *ref* needs; *read_data* also re-hashes every object.
 
-        For a *remote*, or a store that was opened by its URL, the bucket itself is checked, as a whole.
+        If the store was opened by its URL, the bucket itself is checked.
 
         With *read_data_subset*, only a part of the objects is read: ``10%`` is a random tenth, chosen by *seed*;
         ``3/10`` is the third tenth.
@@ -604,11 +604,11 @@ class Store:
         progress: Progress | None = None,
     ) -> "Repaired":
         """
-        Move damaged files to the trash, and fetch sound ones from the stores *sources*, some of which may be remotes.
+        Move damaged files to the trash, and fetch sound ones from *sources*, which are stores or remotes.
 
-        It finds what a verify finds; with *read_data*, every damaged byte. With *dry_run*, nothing is written. With
-        *remote*, a name or a URL, that remote is repaired from this store instead. What a partial clone's own remote
-        has is one of its sources.
+        It finds what `verify` finds; with *read_data*, every damaged byte. With *dry_run*, nothing is written. With
+        *remote*, a name or a URL, that remote is repaired from this store instead. For a partial clone, its own remote
+        is a source, too.
 
         Raises:
             InvalidInput: A source is not a store; or both *sources* and *remote* were given.
@@ -632,7 +632,7 @@ class Store:
                 )
             # First: without a sound store.json, the remote cannot be opened.
             put_back = heal_identity(self._repo, Bucket(self.remotes.url(remote)), dry_run=dry_run)
-            # It was not written, so there is nothing to open for the rest.
+            # A dry run did not write it, so the remote cannot be opened for the rest.
             if put_back and dry_run:
                 return Repaired(fetched=put_back)
             with self._remote(remote) as source:
@@ -666,12 +666,12 @@ class Store:
         progress: Progress | None = None,
     ) -> "Pushed":
         """
-        Send what *remote*, a name or a URL, lacks of *refs*, by default of all commits and pins, in *runs* or in all
-        runs.
+        Send *refs*, by default all commits and pins of *runs* or of all runs, to *remote*, a name or a URL.
 
-        A commit appears there only after everything that it names. After a kill, a repeated push sends only the rest.
-        With *move_pins*, a pin that means another commit there is moved to the one that it means here. If there was no
-        store at the remote, a push makes one; *on_made* gets its URL before anything is sent.
+        Only what the remote lacks is sent, and a commit appears there only after everything that it names. After a
+        kill, a repeated push sends only the rest. With *move_pins*, a pin that means another commit there is moved to
+        the commit that it means here. If the remote has no store, a push makes one; *on_made* gets its URL before
+        anything is sent.
 
         Raises:
             Conflict: The remote belongs to another store.
@@ -707,7 +707,7 @@ class Store:
         return follow(
             self._repo,
             Bucket(self.remotes.url(remote), may_make=True),
-            # Anew at each push: a run means its newest commit.
+            # Resolved again for each push: a run means its newest commit.
             refs=lambda: None if named is None else [self._resolved(ref) for ref in named],
             moves_pins=move_pins,
             stop=stop or Event(),
@@ -725,7 +725,7 @@ class Store:
 
         Raises:
             NoStore: There is no store at the remote.
-            Conflict: It is another store's.
+            Conflict: The remote belongs to another store.
         """
         from layerstore.remote import pull
 
@@ -737,7 +737,7 @@ class Store:
         Return the URL of *remote*, a name or a URL, if this store can be pushed there.
 
         Raises:
-            Conflict: It is another store's.
+            Conflict: The remote belongs to another store.
             StorageIO: It does not answer, or refuses the key.
         """
         from layerstore.remote import Bucket, claim
@@ -847,7 +847,7 @@ def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> 
 
 @checked
 def find_checkpoints(*folders: StrPath) -> "Survey":
-    """Return every ZeRO checkpoint below *folders* in step order; ingest each by its folder and tag."""
+    """Return all ZeRO checkpoints below *folders* in step order; pass each one's folder and tag to `Store.ingest`."""
     from layerstore.zero3 import checkpoints_below
 
     return checkpoints_below(map(Path, folders))
@@ -856,13 +856,13 @@ def find_checkpoints(*folders: StrPath) -> "Survey":
 @checked
 def apply(delta: StrPath, folder: StrPath) -> "Applied":
     """
-    Make the weights in *folder*, an export of the base of *delta*, those of its target; no store is needed.
+    Apply *delta* to *folder*, an export of its base, so that the weights become its target's; no store is needed.
 
-    Every tensor is compared with its checksum before and after. What is as it should be already is passed over, so the
-    same call finishes after a kill.
+    Every tensor is compared with its checksum before and after. Tensors that already match the target are skipped, so
+    after a kill, the same call finishes the work.
 
     Raises:
-        LayoutMismatch: The folder is of another base; nothing was changed.
+        LayoutMismatch: The folder does not hold the delta's base; nothing was changed.
     """
     from layerstore.delta import apply_delta
 
@@ -883,8 +883,8 @@ def open_store(path: StrPath) -> Store:
 
 
 def store_of(repo: Repository) -> Store:
-    """Return a store of *repo*, which may differ from the one at its path in where it reads from."""
-    # Not by its path, which would open the store there instead.
+    """Return a store that uses *repo*, which may read from elsewhere than the store at its path."""
+    # Opening it by its path would use that store instead.
     store = Store.__new__(Store)
     store._opened = repo
     return store

@@ -35,7 +35,7 @@ class Table(list[Row]):
 
     def to_pandas(self) -> "DataFrame":
         """
-        Return a frame with a line for each result; its columns are the fields of ``--json``, times are times.
+        Return a frame with a line for each result; its columns are the fields of ``--json``, with times as datetimes.
 
         Raises:
             Unsupported: pandas is not installed.
@@ -44,7 +44,7 @@ class Table(list[Row]):
 
 
 def data_frame(rows: Iterable[Mapping[str, object]]) -> "DataFrame":
-    """Return *rows* as a frame: what is nested gets columns of its own, such as ``kinds.master.status``."""
+    """Return *rows* as a frame: nested fields get columns of their own, such as ``kinds.master.status``."""
     try:
         import pandas
     except ImportError as exc:

@@ -1,8 +1,8 @@
 """
-Pools of threads that need little memory to fail.
+Pools of threads that fail cleanly when memory is short.
 
-CPython waits for ever for a thread that found no memory to begin with, and a pool keeps the work of a thread that could
-not be started. So each thread is started only if there is room for it; with one thread at least, the others are spared.
+CPython waits forever for a thread that found no memory to start with, and a pool keeps the work of a thread that could
+not be started. So a thread is started only if there is room for it; a pool that has one thread does without the others.
 """
 
 import mmap
@@ -18,24 +18,24 @@ Result = TypeVar("Result")
 _STACK_BYTES = resource.getrlimit(resource.RLIMIT_STACK)[0]
 _ROOM_BYTES = (32 << 20) + (_STACK_BYTES if _STACK_BYTES != resource.RLIM_INFINITY else 8 << 20)
 """
-Of address space: a thread's stack, and far more than it allocates before it works.
+Address space: a thread's stack, and far more than it allocates before it works.
 
-Other threads may take some of it in between, several buffers of 4 MiB in a pool of requests.
+Other threads may take some of it in the meantime: several buffers of 4 MiB in a pool of requests.
 """
 
 
 class Threads(ThreadPoolExecutor):
-    """A pool of threads, fewer than it may have if there is no room for more."""
+    """A pool of threads that starts fewer than its maximum if there is no room for more."""
 
     def _adjust_thread_count(self) -> None:
         if len(self._threads) >= self._max_workers:
-            return  # nothing to start, and each look for room is two system calls
+            return  # nothing to start, and each check for room is two system calls
         try:
             check_room()
             super()._adjust_thread_count()
         except (MemoryError, RuntimeError):
             if not self._threads:
-                self._work_queue.get_nowait()  # what was submitted, which nobody would do
+                self._work_queue.get_nowait()  # the submitted work, which no thread would do
                 raise
 
 

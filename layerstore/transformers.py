@@ -19,7 +19,7 @@ __all__ = ["LayerstoreCallback", "checkpoint"]
 # Loaded on first use: the callback imports Transformers.
 _HOMES = {"LayerstoreCallback": "live.trainer", "checkpoint": "live"}
 
-if not TYPE_CHECKING:  # else type checkers would believe in every name
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

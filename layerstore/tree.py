@@ -45,7 +45,7 @@ class Global:
 
 @dataclass(slots=True, kw_only=True)
 class Inert:
-    """An object of the source, kept as its class name and arguments; it is never made."""
+    """An object of the source, kept as its class name and arguments; it is never constructed."""
 
     name: str
     """Dotted module path and class or function name."""
@@ -226,7 +226,7 @@ class Template:
         """Whether *other* is *node* with other storages; notes these in *copies*."""
         key = id(node)
         if not self._has_tensors.get(key, False) or type(node) is not type(other):
-            # `filled` shares the parts without tensors: any other object is of another tree.
+            # `filled` shares the parts without tensors: any other object belongs to another tree.
             return node is other
         if key in seen:
             return seen[key] is other

@@ -58,7 +58,7 @@ def utc(time_ns: int) -> datetime:
 
 
 SHORT_ID_DIGITS = 12
-"""How many digits of an id are shown. A step is never this long, so digits alone of this length are an id."""
+"""How many digits of an id are shown. No real step is this long, so a number with this many digits is an id."""
 
 
 def short_id(id_: str) -> str:

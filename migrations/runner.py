@@ -88,7 +88,7 @@ def migrate(path: Path, files: Files | None = None) -> Migration:
         IntegrityError: Something in it is damaged and cannot be converted; nothing was changed.
         StorageIO: The disk refused, or is full.
         Locked: It is in use.
-        Conflict: It was written to meanwhile; nothing was changed.
+        Conflict: It was written to during the migration; nothing was changed.
     """
     layout, files = layout_at(path), files or Files()
     plan = _look(layout, files, path=path)
@@ -137,7 +137,7 @@ def _check_places(layout: Layout, files: Files, steps: Sequence[Step]) -> None:
         if files.exists(folder) and not (files.is_directory(folder) and files.device(folder) == device):
             raise IntegrityError(
                 f"{folder} is not a folder of the store's own filesystem; nothing was changed",
-                hint="put the folder itself there: what is new is moved into its place",
+                hint="put the folder itself there: a new folder is moved into its place",
             )
 
 
@@ -198,7 +198,7 @@ def _make(layout: Layout, files: Files, step: Step) -> None:
 
 
 def _listing(layout: Layout, step: Step) -> set[Path]:
-    """Return the content of the folders to be replaced: a pin takes no lock, and some filesystems have none."""
+    """Return the paths in the folders to be replaced: a pin takes no lock, and some filesystems have no locks."""
     return {path for name in step.makes for path in (layout.root / name).rglob("*")}
 
 

@@ -1,4 +1,4 @@
-"""A composite's tensors in memory: as numpy's arrays, mapped where they can be, and as torch's state dict."""
+"""A composite's tensors in memory: as numpy arrays, mapped where possible, and as a torch state dict."""
 
 from layerstore.arrays.state_dict import make_state_dict
 from layerstore.arrays.tensors import TensorKind, Tensors, open_tensors

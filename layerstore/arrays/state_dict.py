@@ -19,7 +19,7 @@ def make_state_dict(
     repo: Repository, versions: Sequence[LayerVersion], slices: Slices, *, dtype: str | None, verify: bool
 ) -> "dict[str, torch.Tensor]":
     """
-    Return all weights and buffers of *versions* by name, tied names included; each is memory of its own.
+    Return all weights and buffers of *versions* by name; each is a copy in memory, which tied names share.
 
     Raises:
         InvalidInput: *dtype* is not an element type.
@@ -38,7 +38,7 @@ def make_state_dict(
             tensors[name] = _mean(repo, slices, parameter, code, verified=verified)
             tensors |= dict.fromkeys(parameter.aliases, tensors[name])
             continue
-        # Stored weights differ from the rounded master, which for any other type is the more precise one.
+        # Stored weights differ from the rounded master; for any other type, the master is more precise.
         is_kept = name in weights and (weights.dtype(name) == code or name not in masters)
         if is_kept or name in masters:
             tensors[name] = _tensor(weights if is_kept else masters, name, code)
@@ -58,7 +58,7 @@ def _tensor(source: Tensors, name: str, code: str) -> "torch.Tensor":
 def _mean(
     repo: Repository, slices: Slices, parameter: Parameter, code: str, *, verified: set[BlobRef] | None
 ) -> "torch.Tensor":
-    """Return the mean that the master of *parameter* is, as the element type *code*; None verifies nothing."""
+    """Return the master of *parameter*, a mean, as the element type *code*; with *verified* None, verify nothing."""
     import torch
 
     parts = []

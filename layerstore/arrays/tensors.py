@@ -74,9 +74,9 @@ class Tensors(Mapping[str, "Array"]):
     Read-only arrays by name, made when they are asked for.
 
     Each object is verified as a whole, once, before the first of its bytes is returned.
-    Arrays and mapping stay valid when the store is closed. An array whose bytes lie together in one object is that
-    object's memory, mapped (see `is_mapped`); others are copied together, and `parts` returns their mapped pieces.
-    Types that numpy lacks come as bits: bfloat16 as uint16, 8-bit floats as uint8; `dtype` tells the true one.
+    Arrays and the mapping stay valid after the store is closed. An array whose bytes lie together, uncoded, in one
+    object is that object's mapped memory (see `is_mapped`); other arrays are copies, and `parts` returns their slices.
+    Types that numpy lacks come as bits: bfloat16 as uint16, 8-bit floats as uint8; `dtype` returns the true type.
     Safe to share between threads.
     """
 
@@ -125,7 +125,7 @@ class Tensors(Mapping[str, "Array"]):
         return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
 
     def _boxes_together(self, entry: _Entry) -> bytes:
-        """Return the tensor whose parts are boxes of it, as tensor parallelism cuts columns."""
+        """Return the bytes of a tensor whose parts are boxes of it, as tensor parallelism cuts columns."""
         import numpy as np
 
         whole = np.zeros(entry.shape, _NUMPY[entry.dtype])
@@ -137,10 +137,10 @@ class Tensors(Mapping[str, "Array"]):
 
     def parts(self, name: str) -> tuple["Array", ...]:
         """
-        Return the flat slices of *name* as they are stored, each of them mapped.
+        Return the flat slices of *name*, each of them mapped unless it is stored coded.
 
-        There is one for each rank that saved it, in order and without padding; for a buffer, each rank's own copy. Of
-        tensor parallelism they are boxes of it, row by row.
+        There is one for each rank that saved it, in order and without padding; for a buffer, each rank's own copy.
+        Under tensor parallelism, slices are boxes of the tensor, row by row.
         """
         entry = self._entry(name)
         return tuple(self._array(entry, part) for part in entry.parts)
@@ -154,7 +154,7 @@ class Tensors(Mapping[str, "Array"]):
         return self._entry(name).shape
 
     def is_mapped(self, name: str) -> bool:
-        """Whether the array *name* is an object's own memory; otherwise each access copies it together."""
+        """Whether the array *name* is an object's own memory; otherwise each access copies its slices together."""
         entry = self._entry(name)
         return entry.is_whole and not entry.parts[0].object.is_coded
 
@@ -238,5 +238,5 @@ def _kind(kind: str, state: str | None) -> Kind:
         hint = did_you_mean(nearest(kind, Kind), else_=f"choose one of {', '.join(get_args(TensorKind))}")
         raise InvalidInput(f"{kind!r} is not a kind of tensors", hint=hint) from exc
     if state is not None and wanted is not Kind.OPTIMIZER:
-        raise InvalidInput(f"{kind} has no states, {state!r} was asked for", hint="only the optimizer has")
+        raise InvalidInput(f"{kind} has no states, {state!r} was asked for", hint="only the optimizer has states")
     return wanted

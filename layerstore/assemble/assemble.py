@@ -61,7 +61,7 @@ class OutputFile:
     literals: Literals = ()
     pieces: tuple[Piece, ...] = ()
     finish: Callable[[Mapping[int, int]], Literals] | None = None
-    """Returns the literals that depend on measured checksums; called with these, by offset in the file."""
+    """Returns the literals that depend on measured checksums; called with these checksums, by offset in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: in
     """
     Return the checksum of *size_bytes* from *offset*, which *pieces* fill, in order; gaps are zeros.
 
-    *measured* are the checksums of pieces that have none stored, by offset in the file.
+    *measured* has the checksums of pieces that have no stored checksum, by offset in the file.
     """
     parts, end = [], offset
     for piece in pieces:
@@ -134,12 +134,12 @@ def _zeros(size_bytes: int) -> tuple[int, int]:
 # -- plans of torch.save's files -----------------------------------------------------------------------------------
 
 Fill = Callable[[Storage, int], Iterable[Piece]]
-"""Returns what fills a storage that starts at an offset of the file, in order; gaps are zeros."""
+"""Returns the pieces that fill a storage, in order, given its offset in the file; gaps are zeros."""
 
 
 @dataclass(slots=True)
 class Archives:
-    """A file of ``torch.save`` on its way: one archive, or several one after another, filled from objects."""
+    """A file of ``torch.save`` in the making: one archive, or several one after another, filled from objects."""
 
     path: str
     size_bytes: int = 0
@@ -148,7 +148,7 @@ class Archives:
     _archives: list[tuple[int, PtLayout, dict[Storage, int], dict[Storage, tuple[int, list[Piece]]]]] = field(
         default_factory=list
     )
-    """Start and layout of each, the checksums that are known, and the pieces that make up the others."""
+    """Start and layout of each archive, the known checksums by storage, and the pieces that fill the other storages."""
 
     def add(
         self,
@@ -162,7 +162,7 @@ class Archives:
         """
         Add *tree*, with *fill* for the storages whose bytes are slices, and return where it starts and its size.
 
-        Large payloads want an alignment of whole pages, which the kernel can copy or share; *name* is that of the
+        Large payloads should be aligned to whole pages, which the kernel can copy or share; *name* is the name of the
         folder in the archive.
         """
         layout = layout_pt(tree, name=name, alignment_bytes=alignment_bytes, pickles=pickles)
@@ -217,7 +217,7 @@ class Archives:
 # -- writing it ----------------------------------------------------------------------------------------------------
 
 Supply = tuple[NewFile, Sequence[Piece]]
-"""A file and what is moved into it."""
+"""A file and the pieces that are moved into it."""
 
 
 class Converted(NamedTuple):
@@ -232,7 +232,7 @@ class Converted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One object, or several that have means, and all destinations of their bytes."""
+    """One object, or all objects of a mean, and all destinations of their bytes."""
 
     objects: tuple[BlobRef, ...]
     copies: list[tuple[NewFile, Piece]] = field(default_factory=list)
@@ -252,14 +252,14 @@ def assembling(
     progress: Progress,
 ) -> Iterator["Assembly"]:
     """
-    Yield an `Assembly` that writes files to *folder*; after the body they are complete, and as *how* says on disk.
+    Yield an `Assembly` that writes files to *folder*; after the body they are complete, and synced if *how* is durable.
 
-    *last* are small files that must not appear before all others are complete, in their order. In an export,
-    conversions are the work itself: they get a thread more, count as progress, and new infinities are counted. Means
-    get three more.
+    *last* are small files, in order, that must not appear before all others are complete. In an export, conversions
+    are the work itself: they get one more thread and count as progress, and new infinities are counted. Means get
+    three more threads.
     """
-    # Hashing fills the memory bus with one thread; where rounding or decoding is left, two share it. A mean of ten
-    # saves reads twenty times what it writes: with four threads some read while others compute.
+    # One hashing thread fills the memory bus; where rounding or decoding remains, two share it. A mean of ten saves
+    # reads twenty times what it writes: with four threads some read while others compute.
     threads = 4 if has_means else 2 if is_export or repo.coded or not how.verify else 1
     with (
         Threads(threads, thread_name_prefix="verify") as ahead,
@@ -279,7 +279,7 @@ def assembling(
         yield assembly
         stack.pop_all()  # these files have to be synced before they are closed
         assembly.close()
-        # Only once all others are on disk: by these files, others tell a complete folder.
+        # Only once all others are on disk: these files mark the folder as complete.
         for path, data in (last or {}).items():
             assembly.bytes_written += len(data)
             with repo.files.create(folder / path) as file:
@@ -292,7 +292,7 @@ def assembling(
 
 @dataclass(slots=True, kw_only=True)
 class Assembly:
-    """The files of one folder on their way."""
+    """The files of one folder while they are written."""
 
     repo: Repository
     folder: Path
@@ -320,11 +320,11 @@ class Assembly:
 
     def write(self, outputs: Iterable[OutputFile], shared: Sequence[Supply] = ()) -> None:
         """
-        Write *outputs*, and the *shared* pieces of files that stay open. All that is copied from an object is
+        Write *outputs*, and the *shared* pieces of files that stay open. Everything that is copied from an object is
         copied at once, while its pages are warm.
 
         Raises:
-            IntegrityError: An object is damaged or missing; the folder is of no use then.
+            IntegrityError: An object is damaged or missing; the folder is then useless.
         """
         outputs = iter(outputs)
         while (batch := list(islice(outputs, _OPEN_MAX))) or shared:
@@ -340,7 +340,7 @@ class Assembly:
             shared = ()
 
     def close(self) -> None:
-        """Wait until all files are synced, where that is asked for, and closed."""
+        """Wait until all files are synced, if they are to be durable, and closed."""
         self._syncing.add(self._shared)
         self._syncing.wait()
 
@@ -388,7 +388,7 @@ class Assembly:
             while waiting:
                 self._copy(repo, *waiting.popleft())
         finally:
-            # After an error: what has not begun need not begin.
+            # After an error, tasks that have not begun need not begin.
             for _, future in waiting:
                 future.cancel()
 
@@ -398,7 +398,7 @@ class Assembly:
         # Without a lock: an object that two tasks claim at once is verified twice.
         self._claimed |= unverified
         if len(task.objects) > 1:
-            # What is coded is decoded as it is read, and what it refers to is read only in part.
+            # A coded object is decoded as it is read, and its reference is read only in part.
             hashing = Hashing(unverified & {*task.objects} - repo.coded.keys())
             for ref in unverified - hashing.refs:
                 repo.objects.verify(ref)
@@ -446,7 +446,7 @@ class Assembly:
         prepared.result()
 
     def _copy_measured(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
-        """Copy a part of a slice through memory: its checksum is stored nowhere, so its bytes must be seen."""
+        """Copy a part of a slice through memory: its checksum is not stored, so it must be computed."""
         checksum, offset = 0, piece.offset
         for data in chunks_of(source, piece):
             file.write_at(offset, data)
@@ -455,7 +455,7 @@ class Assembly:
 
 
 def _joined(literals: Literals) -> Iterator[tuple[int, bytes]]:
-    """Yield *literals* with those that are neighbours joined: a file has hundreds of headers and small storages."""
+    """Yield *literals*, joining adjacent ones: a file has hundreds of headers and small storages."""
     together: list[bytes] = []
     begin = end = 0
     for offset, data in sorted(literals):
@@ -481,7 +481,7 @@ def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
     """Gather the pieces of all files by object, or by all objects of a mean."""
     tasks: dict[tuple[BlobRef, ...], _Task] = {}
     for file, pieces in supplies:
-        # Neighbours are mostly of one object, which is then looked up once.
+        # Adjacent pieces mostly come from one object, which is then looked up once.
         for _, together in groupby(pieces, attrgetter("object", "mean_of")):
             alike = list(together)
             objects = alike[0].objects

@@ -1,5 +1,5 @@
 """
-The folder of an export, whatever its format: its plan, how it is written, and what came of that.
+The folder of an export, whatever its format: its plan, how it is written, and the result.
 
 The formats (``hf``, ``dcp``, ``universal``) make the plans.
 """
@@ -38,19 +38,19 @@ class ExportPlan:
     notes: tuple[str, ...]
     """What the reader of the folder should know."""
     seconds: float
-    """How long planning took, including the question to Transformers."""
+    """How long planning took, including the time to ask Transformers."""
     signs: tuple[str, ...]
-    """Every such folder has one of these files."""
+    """Every export in this format has at least one of these files."""
     is_older_form: Callable[[Path], bool]
-    """Whether a file is one of an older export that this one takes the place of."""
+    """Whether a file belongs to an older export that this one replaces."""
     model_class: str | None = None
     """The class of Transformers that the config names."""
     loading: str = ""
-    """How to load the folder, whose name takes the place of ``{folder}``; empty if that is not known."""
+    """How to load the folder, whose name replaces ``{folder}``; empty if that is not known."""
     links: tuple[tuple[str, str], ...] = ()
-    """Other names of files: the new one, and that of the file."""
+    """Second names of files: the new name, and the file's own."""
     weights: tuple[WeightsFile, ...] = ()
-    """Where each tensor is in them."""
+    """The weights files, with the place of each tensor."""
 
     def __repr__(self) -> str:
         base = self.composition.base
@@ -65,7 +65,7 @@ class ExportPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written, in whatever format."""
+    """What was written, whatever the format."""
 
     run: str
     step: int
@@ -83,7 +83,7 @@ class Exported:
     model_class: str | None = None
     """The class of Transformers that loads the folder, if its config names one."""
     how_to_load: str = ""
-    """In a line; empty if that is not known."""
+    """In one line; empty if that is not known."""
 
     def __repr__(self) -> str:
         written = f"{len(self.files)} files of {self.dtype}, {size(self.bytes_written)} in {self.out}"
@@ -115,7 +115,7 @@ def execute_export(repo: Repository, plan: ExportPlan, out: Path, how: Writing, 
         assembly.write(plan.files)
         for new, old in plan.links:
             _link(repo.files, folder / inside(old), folder / inside(new))
-        # Still inside: a folder whose numbers are wrong must not appear.
+        # Before the block ends: a folder with wrong numbers must not appear.
         for weights in plan.weights:
             assembly.check_converted(weights.name, weights.checks())
     base = plan.composition.base
@@ -131,7 +131,7 @@ def execute_export(repo: Repository, plan: ExportPlan, out: Path, how: Writing, 
         seconds=plan.seconds + time.monotonic() - started,
         notes=(*plan.notes, *_infinity_notes(assembly, plan)),
         model_class=plan.model_class,
-        # As Python writes a text, in the usual quotes.
+        # As a Python string literal, in the usual quotes.
         how_to_load=plan.loading.replace("{folder}", json.dumps(str(target.path), ensure_ascii=False)),
     )
 
@@ -140,7 +140,7 @@ def _link(files: Files, path: Path, other: Path) -> None:
     """Give the file *path* a second name; where there are no hard links, a second copy."""
     files.make_directories(other.parent)
     files.link_exclusive(path, other)
-    if not files.exists(path):  # it was moved
+    if not files.exists(path):  # without hard links, it was moved
         with files.open(other) as source, files.create(path) as file:
             file.copy_from(source, 0, 0, source.size_bytes)
             file.sync()
@@ -168,7 +168,7 @@ def export_notes(state: RankState, versions: list[LayerVersion], slices: Slices)
     buffers = [buffer.name for version in versions for buffer in version.buffers]
     differing = [name for name in buffers if slices.shards(Kind.BUFFERS, name) > 1]
     if differing:
-        yield f"{differing[0]!r} is one of {len(differing)} buffers unlike on other ranks: the first rank's are written"
+        yield f"{differing[0]!r} is one of {len(differing)} buffers that differ by rank: the first rank's are written"
     names = model.get("buffer_names")
     odd = {str(name) for name in names.sequence()} - {*buffers} if names is not None else set()
     if odd and not state.gathered:

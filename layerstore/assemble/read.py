@@ -1,4 +1,4 @@
-"""Read the bytes that pieces are into memory, where no file is written or several objects make one."""
+"""Read the bytes of pieces into memory, where no file is written or several objects make up a piece."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -12,15 +12,15 @@ from layerstore.numbers import convert, mean
 from layerstore.slices import Piece
 from layerstore.storage import Hashing, Repository, Stretch, read_chunks
 
-# Of each object that takes part in a mean at a time: sum and parts stay in a processor's cache.
+# How much of each object in a mean is read at a time: sum and parts stay in a processor's cache.
 _MEAN_BYTES = IO_CHUNK_BYTES // 2
 
-# With more objects than these, each is opened anew for every chunk; one that is coded takes two files.
+# With more objects than this, each is reopened for every chunk; a coded object takes two files.
 _MEAN_OPEN_MAX = 64
 
 
 def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) -> Iterator[memoryview]:
-    """Yield the mean that *piece* is, as fp32; thousands of objects may take part, which *hashing* sees."""
+    """Yield *piece*, a mean of up to thousands of objects, as fp32; *hashing* sees their bytes."""
     assert piece.rounding is not None
     hashing = hashing or Hashing(())
     dtype, _ = piece.rounding
@@ -60,9 +60,9 @@ def fill_pieces(
     repo: Repository, pieces: Iterable[Piece], target: memoryview, verified: set[BlobRef], *, begin: int = 0
 ) -> None:
     """
-    Fill *target*, which is what a file has from *begin*, with *pieces* in order, and zeros between them.
+    Fill *target*, the bytes of a file from *begin*, with *pieces* in order, and zeros between them.
 
-    Objects are verified first, but for those that are *verified* already.
+    Objects are verified first, except those already in *verified*.
 
     Raises:
         IntegrityError: An object is damaged or missing.
@@ -100,7 +100,7 @@ def _convert(repo: Repository, piece: Piece, target: memoryview) -> None:
 
 
 def _stored_chunks(repo: Repository, piece: Piece) -> Iterator[memoryview]:
-    # Its stretch alone: a remote would fetch the whole object.
+    # Only its stretch: otherwise a remote would fetch the whole object.
     stretch = (piece.object_offset, piece.object_offset + piece.size_bytes)
     with repo.open_object(piece.object, [stretch]) as file:
         yield from chunks_of(file, piece)

@@ -23,7 +23,7 @@ _WRITTEN_SECONDS = 10.0
 """How much later than the summary the last file of a folder may be written."""
 
 Force = bool | Literal["foreign"]
-"""Whether an older one is replaced: none, one that is as layerstore wrote it, or any."""
+"""Which older folder may be replaced: none, one that is unchanged since layerstore wrote it, or any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +44,17 @@ class Writing:
     verify: bool = True
     """Whether every byte that is read is checked."""
     durable: bool = True
-    """Whether a power cut after the end can tear nothing."""
+    """Whether a power cut after the write ends can tear nothing."""
     force: Force = False
-    """Whether an older one is replaced: one of ours, or a ``foreign`` one, too."""
+    """Whether an older folder is replaced: only one of ours, or with ``foreign`` any."""
 
 
 def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, ...], force: Force) -> Target:
     """
-    Check that a folder may be written at *out*, and return its target; *signs* identify an older one as *what*.
+    Check that a folder may be written at *out*, and return its target; *what* names its kind in messages.
 
-    Every such folder has at least one of the files *signs*. With *force*, an older one is replaced if layerstore wrote
-    it, and with ``foreign`` any.
+    Every folder of this kind has at least one of the files *signs*. With *force*, an older one is replaced if
+    layerstore wrote it, and with ``foreign`` any older one.
 
     Raises:
         InvalidInput: It is inside the store, contains the store, or is not a path for a folder.
@@ -146,7 +146,7 @@ def _check_replaceable(path: Path, what: str, signs: tuple[str, ...], *, force: 
 
 
 def _is_ours(path: Path, signs: tuple[str, ...]) -> bool:
-    """Whether layerstore wrote the folder, and nobody has saved into it since: then a *sign* would be younger."""
+    """Whether layerstore wrote the folder, and nobody has saved into it since: a save would leave a younger *sign*."""
     summary = path / SUMMARY
     if not summary.is_file():
         return False
@@ -191,7 +191,7 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
     files, path = repo.files, target.path
     aside = None
     if target.is_empty:
-        # If it is not empty any more, it stays, and below its name is taken.
+        # If it is no longer empty, it stays, and the move below finds its name taken.
         files.remove_empty(path)
     elif target.older is not None:
         aside = _named_like(path, "replaced")
@@ -207,7 +207,7 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
         try:
             files.sync_directory(path.parent)
         except BaseException:
-            # Whether it would survive a power cut is not known: put back what was there.
+            # Whether the new folder would survive a power cut is not known: put back what was there.
             files.move_folder(path, partial)
             raise
     except BaseException:
@@ -215,7 +215,7 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
             warnings.warn(f"what was at {path} is whole at {aside}", stacklevel=2)
         raise
     if aside is not None:
-        # Last: until here it could be put back.
+        # Last: until now, the older folder could be put back.
         files.remove_tree(aside)
 
 
@@ -257,7 +257,7 @@ def write_file(repo: Repository, target: Target, data: bytes) -> None:
             raise _came_meanwhile(path)
         files.sync_directory(path.parent)
     finally:
-        # Gone by now if it was renamed; a link leaves this name behind.
+        # Already gone if it was renamed; a link leaves this name behind.
         files.discard(partial)
 
 

@@ -1,8 +1,8 @@
 """
-Bisect: find the save from which on something is bad, then the layers that make it so.
+Bisect: find the first bad save, then the layers that make it bad.
 
-``search`` asks as few questions as it can, ``trials`` turns each into a folder that a command judges, ``log`` keeps
-the answers to go on from, and ``bisection`` brings them together.
+``search`` asks as few questions as it can, ``trials`` turns each into a folder that one of ``judges`` judges,
+``trial_log`` keeps the answers to continue from, and ``bisection`` brings them together.
 """
 
 from layerstore.bisect.bisection import Bisected, bisect

@@ -1,4 +1,4 @@
-"""A bisection: which save a history turned bad at, then which of its layers make it so."""
+"""A bisection: find the save at which a history turned bad, then the layers that make it bad."""
 
 import time
 from collections.abc import Callable, Collection
@@ -18,7 +18,7 @@ from layerstore.layers import typed
 from layerstore.storage import Repository
 
 _SAVES_LATER = 4
-"""How many saves after the first bad one to take layers from first."""
+"""Suspect layers are first taken from the save this many after the first bad one."""
 _NAMES_MAX = 3
 
 
@@ -29,25 +29,25 @@ class Bisected:
     good: str
     """The reference of the last good save."""
     bad: str
-    """That of the first bad one."""
+    """The reference of the first bad save."""
     skipped: tuple[str, ...]
     """Saves between the two that could not be judged."""
     layers: tuple[str, ...] | None
-    """Layers that make the last good save bad; none if it is something else, None if that is not known."""
+    """Layers that make the last good save bad; empty if something else does, None if that is not known."""
     layers_from: str | None
-    """The save that these layers are from, the first bad one or a little later; None if they were not asked for."""
+    """The save of these layers: the first bad one or a slightly later one; None if layers were not asked for."""
     trials: tuple[Trial, ...]
 
     def __str__(self) -> str:
         count = len(self.skipped)
-        skipped = f" ({count} save{'s' if count > 1 else ''} before it could not be judged)" if count else ""
+        skipped = f" (could not judge {count} save{'s' if count > 1 else ''} before it)" if count else ""
         since = f"bad since {self.bad}{skipped}"
         if self.layers_from is None:
             return since
         if self.layers is None:
-            return f"{since}; which of its layers are to blame, could not be told"
+            return f"{since}; which of its layers are to blame could not be determined"
         if not self.layers:
-            return f"{since}; none of its layers makes {self.good} bad: look at the files beside them"
+            return f"{since}; none of its layers makes {self.good} bad: look at the other files"
         as_of = "" if self.layers_from == self.bad else f" as of {self.layers_from}"
         if len(self.layers) == 1:
             return f"{since}; {self.layers[0]} alone suffices{as_of}"
@@ -74,13 +74,13 @@ def bisect(
     """
     Find the first bad save after *good* in the history of *bad* and, with *has_layers*, what makes it bad.
 
-    Trials are written in *folder*, which keeps the log; *name* tells *judge* from others. *on_trial* gets each new one.
+    Trials are written in *folder*, which keeps the log; *name* identifies *judge*. *on_trial* gets each new trial.
 
     Raises:
         InvalidInput: *good* is not before *bad* in one history.
         Conflict: *good* is judged bad, or *bad* good, or one of them cannot be judged.
         AlreadyExists: *folder* holds something else.
-        Locked: The same bisection is under way in another process.
+        Locked: A bisection in *folder* is running in another process.
     """
     ends = [_plain(repo, text) for text in (good, bad)]
     _history(repo, ends[0], ends[1], good, bad)  # refused before anything is written
@@ -96,13 +96,13 @@ def bisect(
     folder = _prepared(repo, folder)
     with lock(folder / "lock", what=f"the bisection in {folder}", deadline_seconds=0):
         log = Log(repo.files, folder, question)
-        # What was meant when it began: meanwhile the same words may mean other commits.
+        # Use the commits from when it began: the same words may mean others now.
         ends = [resolve(repo, commit) for commit in (log.question.good_commit, log.question.bad_commit)]
         judging = _Judging(repo, judge, log, Trials(repo, folder, dtype=dtype), on_trial)
         try:
             result = _searched(judging, _history(repo, ends[0], ends[1], good, bad), has_layers=has_layers)
         except Conflict:
-            # One of its verdicts is wrong, and it does not say which: the next bisection must judge all anew.
+            # One of the verdicts is wrong, and it is unknown which: the next bisection must judge everything again.
             log.discard()
             raise
         finally:
@@ -135,7 +135,7 @@ def _prepared(repo: Repository, folder: Path) -> Path:
 
 
 def _history(repo: Repository, first: Resolved, last: Resolved, good: str, bad: str) -> list[Resolved]:
-    """Return the saves from *first* to *last*, which have to be in one history."""
+    """Return the saves from *first* to *last*, which must be in one history."""
     view = repo.catalog.find(last.record.run)
     older = [] if view is None else saves_below(view, attempt=last.record.attempt, step=last.record.step)
     saves = [last]
@@ -151,7 +151,7 @@ def _history(repo: Repository, first: Resolved, last: Resolved, good: str, bad: 
 
 
 def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> Bisected:
-    """Search *row*, which is said to begin well and to end badly."""
+    """Search *row*, whose first save is said to be good and whose last to be bad."""
     names = references_to(judging.repo, [save.record for save in row])
     try:
         boundary = first_bad(len(row), lambda index: judging.verdict(compose_latest(row[index]), names[index]))
@@ -211,13 +211,13 @@ class _Contrast:
 
 
 def _layers(first: _Contrast, later: _Contrast) -> tuple[tuple[str, ...] | None, bool]:
-    """Return the layers of a bad save that make the last good one bad, and whether they are of the *later* save."""
+    """Return the layers of a bad save that make the last good one bad, and whether they come from the *later* save."""
     if not first.is_possible:
         return None, False
     whole = first(first.differing) if first.differing else "good"
     if whole != "bad":
         return (() if whole == "good" else None), False
-    # What goes wrong slowly passes a threshold with a little of every layer; soon the one to blame does so by itself.
+    # A slow fault passes a threshold with a little of every layer; a few saves later, the layer to blame does alone.
     blamed = suspect(first.differing, later) if later.is_possible else None
     if blamed is not None:
         if first((blamed,)) == "bad":
@@ -245,7 +245,7 @@ class _Judging:
         """Return the verdict on *composition*, which *asked* describes."""
         plan = self.trials.plan(composition)
         key = key_of_export(plan)
-        # Equal weights, of another save or of a search that was stopped, are judged once.
+        # Equal weights are judged once, even if they come from another save or an interrupted search.
         known = next((trial for trial in self.log.trials if trial.key == key), None)
         if known is not None:
             return known.verdict

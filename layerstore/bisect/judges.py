@@ -1,4 +1,4 @@
-"""A judge of folders: a command of the user's, by its exit code or by a number that it prints."""
+"""A judge of folders: a user's command, which decides by its exit code or by a number that it prints."""
 
 import subprocess
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from layerstore.policy import Best
 PLACE = "{}"
 """What stands for the folder in a command."""
 
-# As for `git bisect run`: a shell uses the codes above for what is not a verdict.
+# As for `git bisect run`: shells use the codes above these for what is not a verdict.
 _SKIP, _BAD_MAX = 125, 124
 
 
@@ -36,11 +36,11 @@ def command_judge(
     """
     Return a judge that runs *command* with a folder in the place of ``{}``.
 
-    It exits with 0 for good, 125 to skip, and any other number up to 124 for bad. With a *metric*, its last line is the
+    It exits with 0 for good, 125 to skip, and 1 to 124 for bad. With a *metric*, its last line is the
     number, or a JSON object that has it; beyond the *threshold* is bad. *on_output* gets what it prints.
 
     Raises:
-        InvalidInput: The command has no place for the folder, or the metric and the threshold are not both there.
+        InvalidInput: The command has no place for the folder, or only one of *metric* and *threshold* is given.
     """
     if not any(PLACE in word for word in command):
         raise InvalidInput(
@@ -69,7 +69,7 @@ def command_judge(
         if not 0 <= code <= _BAD_MAX or (best is not None and code):
             ended_by = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
             raise InvalidInput(
-                f"the command {ended_by}, which is not a verdict{'' if best is None else ' if it is to print one'}",
+                f"the command {ended_by}, which is not a verdict{'' if best is None else ' with --metric'}",
                 hint="nothing is lost: fix it, and call bisect again as before",
             )
         if best is None or threshold is None:
@@ -95,5 +95,5 @@ def _number(output: str, metric: str) -> float:
     except (TypeError, ValueError) as exc:
         raise InvalidInput(
             f"the command's last line has no {metric}: {last[:80]!r}",
-            hint=f'it is a number, or JSON such as {{"{metric}": 2.5}}',
+            hint=f'print a number, or JSON such as {{"{metric}": 2.5}}',
         ) from exc

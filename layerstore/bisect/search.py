@@ -1,7 +1,7 @@
 """
-Searches that ask as few questions as they can: the first bad of a row, and the smallest bad set.
+Searches that ask as few questions as they can: the first bad item of a row, and a minimal bad set.
 
-Pure: *judge* answers, and remembers its answers if they are expensive.
+Pure: *judge* answers, and must remember its answers if they are expensive.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ class Boundary:
     good: int
     bad: int
     skipped: tuple[int, ...]
-    """What lies between and could not be judged."""
+    """The items between these that could not be judged."""
 
 
 class Contradiction(Exception):
@@ -35,10 +35,10 @@ class Contradiction(Exception):
 
 def first_bad(count: int, judge: Callable[[int], TrialVerdict]) -> Boundary:
     """
-    Return where a row of *count* turns bad: its first is said to be good, its last to be bad.
+    Return where a row of *count* items turns bad: the first is said to be good, the last to be bad.
 
-    The first is judged before anything else: a judge that does not work calls everything bad. The last is judged only
-    if nothing else is the first bad one.
+    The first is judged before anything else: a broken judge may call everything bad. The last is judged only if no
+    other item is found to be bad.
 
     Raises:
         Contradiction: One of them is not what it is said to be.
@@ -63,9 +63,9 @@ def first_bad(count: int, judge: Callable[[int], TrialVerdict]) -> Boundary:
 
 def suspect(items: Sequence[Item], judge: Callable[[frozenset[Item]], TrialVerdict]) -> Item | None:
     """
-    Return the only one of *items* that can be bad alone, where all of them together are bad, and none are good.
+    Return the only one of *items* that can be bad alone; all of them together are bad, and the empty set is good.
 
-    In log2 questions, for what is not in one half is taken to be in the other. None if a half could not be judged, or
+    Asks log2 questions: if one half is good, the other is taken to be bad. None if a half could not be judged, or
     if there are no items.
     """
     rest = list(items)
@@ -80,22 +80,22 @@ def suspect(items: Sequence[Item], judge: Callable[[frozenset[Item]], TrialVerdi
 
 def bad_together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], TrialVerdict]) -> tuple[Item, ...] | None:
     """
-    Return a bad set of *items* from which no part can be left out, where all of them are bad, and none are good.
+    Return a minimal bad set of *items*, all of which together are bad; the empty set is good.
 
-    By delta debugging. None if too much of it could not be judged.
+    By delta debugging: no part of the set can be left out. None if that is unknown because a part could not be judged.
     """
     parts, has_skipped = 2, False
     while len(items) > 1:
         pieces = list(_pieces(items, parts))
         smaller: tuple[Item, ...] | None = None
         for number, piece in enumerate(
-            # Of two, all but one is the other piece, which is asked about anyway.
+            # With two pieces, all but one is the other piece, which is asked about anyway.
             [*pieces, *(_without(items, left_out) for left_out in pieces if len(pieces) > 2)]
         ):
             verdict = judge(frozenset(piece))
             has_skipped |= verdict == "skip"
             if verdict == "bad":
-                # One piece is bad by itself: halve it. All but one are: keep the pieces as large as they are.
+                # If one piece is bad by itself, halve it. If all but one are, keep the pieces at their size.
                 smaller, parts = piece, 2 if number < len(pieces) else max(parts - 1, 2)
                 break
         if smaller is not None:

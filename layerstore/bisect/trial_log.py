@@ -1,7 +1,7 @@
 """
-The log of a bisection: what it asks, every verdict, and its answer, a line of JSON each.
+The log of a bisection: its question, every verdict, and its answer, each as a line of JSON.
 
-Each line is begun with a line feed, so one that a killed process left unfinished is a line of its own, and left out.
+Each new line starts with a line feed, so a line that a killed process left unfinished stays separate, and is ignored.
 """
 
 import json
@@ -27,7 +27,7 @@ class Trial:
     number: int
     """From 1."""
     key: str
-    """Names what was judged by its content."""
+    """Identifies what was judged, by its content."""
     asked: str
     """What was judged, in words."""
     verdict: TrialVerdict
@@ -44,15 +44,15 @@ class Question:
     """As it was typed."""
     bad: str
     judge: str
-    """What tells the judge from others: a command with its threshold."""
+    """Identifies the judge: a command with its threshold."""
     dtype: str | None
     has_layers: bool
     good_commit: str
-    """What *good* meant when it began."""
+    """What *good* meant when the bisection began."""
     bad_commit: str
 
     def is_same(self, other: "Question") -> bool:
-        """Whether *other* asks the same, whatever its references mean by now."""
+        """Whether *other* asks the same question, even if its references mean other commits now."""
         return self._words() == other._words()
 
     def _words(self) -> tuple[object, ...]:
@@ -60,10 +60,10 @@ class Question:
 
 
 class Log:
-    """A log that is written to."""
+    """A log, open for writing."""
 
     def __init__(self, files: Files, folder: Path, question: Question) -> None:
-        """Go on with the log in *folder*, or begin one; raise AlreadyExists if it is another one's, and not ended."""
+        """Continue the log in *folder*, or begin one; raise AlreadyExists if another bisection there has not ended."""
         self._files = files
         self._path = folder / _NAME
         self._has_answer = False
@@ -71,7 +71,7 @@ class Log:
         self.trials: list[Trial] = []
         if files.size(self._path):
             known, trials, answer = read_trials(folder)
-            # Unfinished, it continues with the commits that it began with. Answered, the words may mean others now.
+            # An unfinished log continues with its first commits; an answered one counts only if they are the same now.
             is_same = known == question if answer else known.is_same(question)
             if is_same:
                 self.question, self.trials, self._has_answer = known, trials, bool(answer)
@@ -85,17 +85,17 @@ class Log:
         files.append(self._path, json.dumps(json_fields(question)).encode())
 
     def add(self, trial: Trial) -> None:
-        """Append *trial*, which the same bisection need not repeat."""
+        """Append *trial*, so that the same bisection need not repeat it."""
         self.trials.append(trial)
         self._append(json_fields(trial))
 
     def end(self, answer: str) -> None:
-        """Note the *answer*: another bisection may take this one's place now."""
+        """Append the *answer*: another bisection may now replace this one."""
         if not self._has_answer:
             self._append({"answer": answer})
 
     def discard(self) -> None:
-        """Remove it: nothing that it has is to be believed."""
+        """Remove the log, so that none of its verdicts is used again."""
         if self._files.exists(self._path):
             self._files.unlink(self._path)
 

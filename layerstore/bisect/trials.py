@@ -1,4 +1,4 @@
-"""Trials: composites as folders for ``from_pretrained``, one after the other."""
+"""Trials: composites as folders for ``from_pretrained``, one at a time."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from layerstore.storage import Repository
 
 
 class Trials:
-    """The folder of one trial after the other."""
+    """The folder that holds one trial at a time."""
 
     def __init__(self, repo: Repository, folder: Path, *, dtype: str | None) -> None:
         self._repo = repo
@@ -20,23 +20,23 @@ class Trials:
         self._dtype = dtype
 
     def plan(self, composition: Composition) -> ExportPlan:
-        """Return what *composition* is as a folder; raises as an export does."""
+        """Return the plan of *composition* as a folder; raises as an export does."""
         with naming_damage(self._repo, composition):
             return plan_export(self._repo, composition, dtype=self._dtype)
 
     def write(self, plan: ExportPlan) -> Exported:
-        """Make `folder` what *plan* says."""
+        """Write *plan* to `folder`, in place of the previous trial."""
         self.end()
         with naming_damage(self._repo, plan.composition):
             # Not durable: it is judged now, and gone with the next trial.
             return execute_export(self._repo, plan, self.folder, Writing(durable=False), progress=Silent())
 
     def end(self) -> None:
-        """Remove what the last trial has written."""
+        """Remove what the previous trial has written."""
         self._repo.files.remove_tree(self.folder)
 
 
 def key_of_export(plan: ExportPlan) -> str:
-    """Return a name for what a judge would see: equal for equal folders, whichever saves they are from."""
+    """Return a key for what a judge would see: equal for equal folders, whichever saves they come from."""
     seen = [(file.path, file.size_bytes, file.literals, file.pieces) for file in plan.files if file.path != SUMMARY]
     return digest(repr(sorted(seen, key=lambda planned: planned[0])).encode()).hex()

@@ -49,7 +49,7 @@ class Damage:
     """
     For an object: the version and state blobs that name it; for a blob: itself.
 
-    With the sizes that records name; holders that name another size are unaffected.
+    The blobs have the sizes that records name; holders that name another size are unaffected.
     """
 
     @property
@@ -60,12 +60,12 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A commit or pin that names damaged blobs; without its record, for memory's sake."""
+    """A commit or pin that names damaged blobs; without its record, to save memory."""
 
     save: Origin
     """Which save it is."""
     commit: CommitId
-    """Its own, or that of a pin's base."""
+    """The commit's own id, or the id of the pin's base."""
     pin: str | None
     """Its name, if it is a pin."""
     is_shown: bool
@@ -112,7 +112,7 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
                 pin=saved.pin,
                 is_shown=saved.pin is not None or view is None or saved.commit not in view.hidden,
                 lost=lost,
-                # States are its own; only versions are inherited.
+                # States are always a save's own; only versions are inherited.
                 origins=dict.fromkeys(lost, save) | origins,
             )
         )
@@ -203,7 +203,7 @@ def hurt_by(
     """
     counts: dict[str, int] = {}
     hurt = []
-    # A run's newest first: only so many are tried.
+    # A run's newest first: only the first `_COMMITS_MAX` are tried.
     for name, holder in sorted(holders.items(), key=lambda item: (item[1].save.run, -item[1].save.step)):
         if not holder.is_shown:
             continue
@@ -216,7 +216,7 @@ def hurt_by(
 
 
 def newest_whole(repo: Repository, holders: Collection[Holder]) -> dict[str, str | None]:
-    """Return the newest intact step of every run that *holders*, all that are damaged, belong to."""
+    """Return the newest intact step of every run of *holders*, which must be all damaged commits and pins."""
     lost = {holder.commit for holder in holders if holder.pin is None}
     return {
         run: _newest_whole(repo, run, lost)
@@ -255,7 +255,7 @@ def _only_moments(repo: Repository, resolved: Resolved, blob: BlobRef, lost: Col
     try:
         version = repo.version_of(entry)
     except LayerstoreError:
-        return False  # it is lost itself
+        return False  # the version itself is lost
     return all(stored.kind is Kind.OPTIMIZER for stored in version.named if stored.id in lost)
 
 
@@ -265,7 +265,7 @@ def _newest_whole(repo: Repository, run: str, lost: Collection[str]) -> str | No
         return None
     unreadable = {name.step for name in view.damaged}
     for row in view.history(view.attempts[-1]):
-        # What this step means is unknown if one of its records cannot be read.
+        # If one record of a step cannot be read, which commit the step means is unknown.
         if row.id not in lost and row.step not in unreadable:
             return references_to(repo, [row])[0]
     return None

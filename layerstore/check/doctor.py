@@ -1,8 +1,8 @@
 """
 Doctor: can a store's promises be kept at this place?
 
-It tries out once what the promises depend on; that a filesystem also keeps its word when many write at once is for its
-own tests. It works on a store, even one that cannot be opened, and on a folder that is not a store yet.
+It tries once everything that the promises depend on; whether a filesystem also holds up when many write at once is for
+its own tests. It works on a store, even one that cannot be opened, and on a folder that is not a store yet.
 """
 
 import os
@@ -85,7 +85,7 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
 
 
 def _findings_of(check: str, findings: Iterable[Finding], untried: list[str]) -> list[Finding]:
-    """Return *findings*; if *check* fails, its error is a finding too, but on a full disk it goes to the *untried*."""
+    """Return *findings*; if *check* fails, return its error as a finding, or on a full disk, add it to *untried*."""
     try:
         return list(findings)
     except LayerstoreError as exc:
@@ -122,9 +122,9 @@ def _store(path: Path, layout: Layout, files: Files) -> Iterator[Finding]:
         repo = open_repository(path, files)
     except NoStore:
         if files.exists(layout.root) and not files.is_directory(layout.root):
-            yield Finding("store", "problem", "none, and this is not a folder", "name a folder, there already or not")
+            yield Finding("store", "problem", "none, and this is not a folder", "name a folder, existing or not")
         elif files.is_directory(layout.root) and files.names(layout.root):
-            hint = f"a store wants a folder of its own: layerstore init {path / 'store'}"
+            hint = f"a store needs a folder of its own: layerstore init {path / 'store'}"
             yield Finding("store", "note", "none, and this is not empty", hint)
         else:
             yield Finding("store", "ok", f"none yet; layerstore init {path} makes one")
@@ -148,20 +148,20 @@ def _filesystem(root: Path) -> Iterator[Finding]:
         return
     mounted = f"{mount.kind}, mounted at {_below_home(mount.point)} ({','.join(mount.options)})"
     if mount.kind in _IN_MEMORY:
-        text = f"{mounted}: it is memory, and gone with the power"
+        text = f"{mounted}: it is memory, and lost when the power goes"
         yield Finding("filesystem", "problem", text, "keep a store that matters on a disk")
     elif mount.kind == "overlay":
-        yield Finding("filesystem", "note", f"{mounted}: it may go with its container", "use a mounted volume")
+        yield Finding("filesystem", "note", f"{mounted}: it may vanish with its container", "use a mounted volume")
     elif mount.is_network:
         text = f"{mounted}: a network filesystem: other hosts may see a commit late, never in part, "
-        text += "and a collection frees space one collection later"
+        text += "and what a collection removes frees its space only at the next collection"
         yield Finding("filesystem", "note", text, "docs/internals/durability.md says what is asked of it")
     else:
         yield Finding("filesystem", "ok", mounted)
     if mount.kind in _PURGED:
         text = f"many sites remove files from {mount.kind} that were not read for weeks, and a layer that does not "
         text += "change is not read"
-        hint = "ask for the site's rule; layerstore verify finds what is gone, ingesting the checkpoint again heals"
+        hint = "ask for the site's rule; layerstore verify finds what is gone, ingesting the checkpoint again heals it"
         yield Finding("purging", "note", text, hint)
 
     if mount.kind in _NFS:
@@ -170,11 +170,11 @@ def _filesystem(root: Path) -> Iterator[Finding]:
 
 def _nfs(mount: Mount) -> Iterator[Finding]:
     if not {"lookupcache=pos", "lookupcache=none"} & set(mount.how):
-        text = "a name that was looked for before another host gave it may stay missing here for a minute"
-        hint = "mount with lookupcache=positive; else layerstore looks again for some seconds, and then says 'missing'"
+        text = "a file that was looked up before another host created it may stay missing here for a minute"
+        hint = "mount with lookupcache=positive; else layerstore looks again for some seconds, then reports it missing"
         yield Finding("mount", "note", text, hint)
     if "soft" in mount.how or "softerr" in mount.how:
-        text = "mounted soft: a server that is busy for too long fails what is read or written, saves among it"
+        text = "mounted soft: if the server is busy for too long, reads and writes fail, and saves with them"
         yield Finding("mount", "note", text, "mount with hard")
 
 
@@ -186,12 +186,12 @@ def _hosts(layout: Layout) -> Iterator[Finding]:
     if mount is not None and not mount.is_network:
         if others:
             text = f"{others} locked this store, and this filesystem is local: a copy, or it is served from here"
-            hint = "where it is served from here, mount it here as the others do: else locks are not shared"
+            hint = "if it is served from here, mount it here as the other hosts do; otherwise locks are not shared"
             yield Finding("hosts", "note", text, hint)
     elif others:
         yield Finding("hosts", "ok", f"seen here: {others}")
     elif layout.locks.is_dir():
-        text = "no other host has locked this store yet; after layerstore reindex there, its name has to show here"
+        text = "no other host has locked this store yet; after layerstore reindex there, its name must appear here"
         yield Finding("hosts", "ok", text)
 
 
@@ -208,7 +208,7 @@ def _index(layout: Layout, files: Files) -> Iterator[Finding]:
         nearest = layout.tmp if layout.tmp.is_dir() else layout.root
     if not os.access(nearest, os.W_OK | os.X_OK):
         hint = f"set {INDEX_DIR_VARIABLE} to a folder on a disk of this node that you can write to"
-        text = f"{where}; it cannot be written there, so answers come without it, slower"
+        text = f"{where}; it cannot be written there, so queries work without it, more slowly"
         yield Finding("index", "note", text, hint)
         return
     with probes.scratch(files, nearest) as trial:
@@ -231,7 +231,7 @@ def _tried_out(layout: Layout, files: Files, untried: list[str]) -> list[Finding
     if not os.access(place, os.W_OK | os.X_OK):
         text = "you may not write here"
         if files.exists(layout.identity):
-            return [Finding("writing", "note", f"{text}: questions and compose work, nothing else was tried")]
+            return [Finding("writing", "note", f"{text}: queries and compose work, nothing else was tried")]
         return [Finding("writing", "problem", text, "choose another path, or change its owner or mode")]
     try:
         with probes.scratch(files, place) as folder:
@@ -247,7 +247,7 @@ def _tried_out(layout: Layout, files: Files, untried: list[str]) -> list[Finding
                 "clock": probes.clock(files, folder),
                 "space": probes.space(files, folder),
             }
-            # Each probe runs only here, so that one that fails keeps none of the others from running.
+            # Each probe runs only here, so that one that fails does not stop the others.
             return [finding for check, findings in tried.items() for finding in _findings_of(check, findings, untried)]
     except LayerstoreError as exc:
         if _is_full(exc):

@@ -83,7 +83,7 @@ def modes(files: Files, folder: Path, *, root: Path) -> Iterator[Finding]:
     text += f"new folders {stat.S_IMODE(folder.stat().st_mode):04o}"
     state = root.stat() if root.is_dir() else None
     if state is not None and state.st_mode & stat.S_IWOTH:
-        hint = "checksums find accidents, not whoever changes a store on purpose: make a folder of your own in it"
+        hint = "checksums find accidents, not deliberate changes: make a folder of your own in it"
         yield Finding("writing", "note", f"{text}; but anybody may write here", hint)
     elif state is not None and state.st_uid != os.geteuid():
         hint = "a store that several share needs a common group, the setgid bit on its folders and umask 002 for all"
@@ -107,7 +107,7 @@ def hard_links(files: Files, folder: Path) -> Iterator[Finding]:
     except StorageIO as exc:
         if exc.errno not in _NO_LINKS:
             raise
-        yield Finding("hard links", "problem", "neither they nor renames keep a name that is taken", ELSEWHERE)
+        yield Finding("hard links", "problem", "neither they nor renames protect a name that is taken", ELSEWHERE)
         return
     again = files.link_exclusive(second, folder / "linked")
     is_kept = is_new and not again and files.read(folder / "linked", size_bytes_max=64) == b"first"
@@ -116,7 +116,7 @@ def hard_links(files: Files, folder: Path) -> Iterator[Finding]:
 
 
 def renames(files: Files, folder: Path) -> Iterator[Finding]:
-    """Try whether a rename replaces the file at the new name and leaves nothing at the old one."""
+    """Check that a rename replaces the file at the new name and leaves nothing at the old name."""
     old, new = _write(files, folder / "old", b"old"), _write(files, folder / "new", b"new")
     files.rename(new, old)
     is_kept = files.read(old, size_bytes_max=64) == b"new" and not files.exists(new)
@@ -147,7 +147,7 @@ def fsync(files: Files, folder: Path) -> Iterator[Finding]:
 
 
 def reflink(files: Files, folder: Path) -> Iterator[Finding]:
-    """Try whether a copy can share the blocks of its source."""
+    """Check whether a copy can share the blocks of its source."""
     source = _write(files, folder / "shared", os.urandom(64 * 1024))
     with files.open(source) as file, files.create(folder / "clone") as copy:
         is_shared = copy.clone(file)
@@ -160,16 +160,16 @@ def names(files: Files, folder: Path) -> Iterator[Finding]:
     _write(files, folder / "name", b"")
     odd = []
     if files.exists(folder / "NAME"):
-        odd.append("upper and lower case are one: runs that differ by that alone become one")
+        odd.append("upper and lower case are not distinguished: runs that differ only in case become one")
     try:
         _write(files, folder / ("n" * NAME_BYTES_MAX), b"")
     except StorageIO as exc:
         if exc.errno != errnos.ENAMETOOLONG:
             raise
-        odd.append("long names are refused: keep those of runs and pins short")
+        odd.append("long names are refused: keep the names of runs and pins short")
     yield from (Finding("names", "note", text) for text in odd)
     if not odd:
-        yield Finding("names", "ok", "long ones, told apart by case")
+        yield Finding("names", "ok", "long names work, and case is distinguished")
 
 
 def clock(files: Files, folder: Path) -> Iterator[Finding]:
@@ -184,14 +184,14 @@ def clock(files: Files, folder: Path) -> Iterator[Finding]:
     skew_seconds = abs(max(ahead))
     text = f"the filesystem's differs from this host's by {skew_seconds:.2f} s"
     if skew_seconds > _SKEW_SECONDS_MAX:
-        hint = "ages are told by the filesystem's clock, so nothing is lost; but the times that log shows are odd"
+        hint = "ages are measured by the filesystem's clock, so nothing is lost; but the times that log shows are off"
         yield Finding("clock", "note", text, hint)
     else:
         yield Finding("clock", "ok", text)
 
 
 def space(files: Files, folder: Path) -> Iterator[Finding]:
-    """Check how many bytes and files there is still room for."""
+    """Check how many more bytes and files there is room for."""
     room = files.room(folder)
     files_free = "any number of files" if room.free_files is None else f"{room.free_files:,} more files"
     text = f"{size(room.free_bytes)} of {size(room.total_bytes)} free, {files_free}; a quota may allow less"
@@ -204,7 +204,7 @@ def space(files: Files, folder: Path) -> Iterator[Finding]:
 
 
 def locks(folder: Path, mount: Mount | None) -> Iterator[Finding]:
-    """Try whether an flock keeps others out: two open files are as far apart as two processes."""
+    """Check whether an flock keeps others out: two open files are as separate as two processes."""
     path = folder / "locked"
     with ExitStack() as stack:
         first, second = open_lock_file(path), open_lock_file(path)

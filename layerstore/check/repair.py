@@ -3,8 +3,8 @@ Repair: damaged files move to the trash, and another store that has them intact 
 
 ``store.json`` is rewritten with the store id that most records state.
 
-Nothing else is inferred. What no source has stays reported: ingesting the checkpoint again puts objects back; `drop` or
-`pin --delete` gives up a record or pin by name.
+Nothing else is inferred. What no source has is still reported: ingesting the checkpoint again puts objects back; `drop`
+or `pin --delete` gives up a record or pin by name.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from layerstore.publish import Transaction, republish
 from layerstore.storage import RecordName, RecordStore, Repository, Trash, stated_ids
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})
-# A fetched blob names objects that could not be checked before, so the store is looked at again.
+# A fetched blob names objects that could not be checked before, so the store is verified again.
 _LOOKS_MAX = 4
 
 
@@ -71,7 +71,7 @@ class PinElsewhere:
 
     name: str
     reference: str
-    """The RUN@STEP that it means there; for a composite, that of its base."""
+    """The RUN@STEP that it means there; for a composite, the base's."""
     source: str
 
 
@@ -89,7 +89,7 @@ class Repaired:
     """The saves whose checkpoints, ingested again, put back what is lost."""
     pins_elsewhere: tuple[PinElsewhere, ...] = ()
     strangers: tuple[str, ...] = ()
-    """Files and folders among records, pins and parts without such a name, left as they are; gc stops there."""
+    """Files and folders among records, pins and parts, but not named like one, left as they are; gc stops at them."""
     newer: tuple[str, ...] = ()
     """Files that only a newer layerstore can read, left as they are."""
     reindexed: bool = False
@@ -110,7 +110,7 @@ def opened_sources(
     repo: Repository, sources: Mapping[str, Callable[[], Repository]]
 ) -> Iterator[tuple[Repository, ...]]:
     """
-    Open *sources*, by what the user called them, for reading, until the block is left.
+    Open *sources*, given by the user's names for them, for reading, until the block ends.
 
     Raises:
         InvalidInput: One is not a store, or is the store to be repaired.
@@ -196,7 +196,7 @@ class _Repair:
                 pins += self._pins_elsewhere(damage.id)
             elif damage.kind == "index":
                 reindexed = True
-            elif damage.kind == "stranger":  # it may be a record by another name: in the trash it would keep nothing
+            elif damage.kind == "stranger":  # it may be a renamed record: in the trash, it would protect nothing
                 strangers.append(damage.path)
             elif damage.error in {"", IntegrityError.kind}:  # a part that cannot be read just now may be intact
                 self._take_away(self._repo.layout.root / damage.path, damage)
@@ -251,7 +251,7 @@ class _Repair:
         return source is not None or self._repo.objects.is_sound(self._repo.layout.aside / ref.id, ref)
 
     def _only_refers(self, blob: BlobRef, object_id: str) -> bool:
-        """Whether *blob* is a version whose differences refer to that object, and has not its bytes itself."""
+        """Whether *blob* is a version that needs the object only because its differences refer to it."""
         try:
             version = self._repo.version(blob)
         except IntegrityError:  # it is a state, or lost itself
@@ -270,7 +270,7 @@ class _Repair:
         if not self._dry_run:
             with Transaction(self._repo) as tx:
                 tx.objects.copy(ref, source.objects)
-                # No record of its own: one that is here, or is put back next, names it.
+                # Without a record: one that is here already, or is put back next, names the object.
                 tx.objects.publish()
         self._fetched[path] = Fetched(kind=kind, path=path, source=source.name, size_bytes=ref.size_bytes)
 
@@ -316,7 +316,7 @@ class _Repair:
             IntegrityError: It is missing or damaged in *source* too.
         """
         for blob in record.blobs:
-            # The blob last: at its place, it promises that what it names is there.
+            # The blob last: once in place, it promises that everything it names is there.
             for ref in (*named_by(source, blob), blob):
                 if self._is_there(ref):
                     continue
@@ -360,12 +360,12 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
     """
     Rewrite ``store.json`` for the store *store_id*; return None if the present one is intact.
 
-    More records have to state this id than any other. The old file goes to the trash; flags that can still be read in
-    it are kept, because an older layerstore must not write there.
+    More records must state this id than any other. The old file goes to the trash; flags that are still legible in it
+    are kept, because an older layerstore must not write there.
 
     Raises:
         InvalidInput: *store_id* is malformed, or not the one that most records state.
-        Unsupported: ``store.json`` is of another format.
+        Unsupported: ``store.json`` states another format.
     """
     if not _STORE_ID.fullmatch(store_id):
         raise InvalidInput(f"{store_id!r} is not a store's id", hint="ids are 32 lower-case hex digits")
@@ -412,5 +412,5 @@ def _write_identity(layout: Layout, files: Files, store_id: str, flags: tuple[st
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     identity = replace(StoreIdentity.new(created=created), store_id=store_id, flags=flags)
     with files.temporary(layout.tmp, identity.encode()) as source:
-        files.link_exclusive(source, layout.identity)  # if somebody has just put one there, that one stands
+        files.link_exclusive(source, layout.identity)  # if somebody has just put one there, that one stays
     files.sync_directory(layout.root)

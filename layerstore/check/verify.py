@@ -5,8 +5,8 @@ Always checked: every record, pin and part by its checksum, every blob by its ha
 index against the records. With *read_data* also the bytes of every object, or of a sample: those of dropped commits
 too, because an undrop reads nothing. Nothing is changed, and a partial clone keeps nothing of what it reads elsewhere.
 
-Memory does not grow with the records: each blob and object that they name takes about 110 bytes. Only if something is
-damaged are the records read a second time, to tell who needs it.
+Memory does not grow with the records: each blob and object that they name takes about 110 bytes. The records are read a
+second time only if something is damaged, to find out what needs it.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from layerstore.units import short_id
 _ALL = 2**32  # as many values as the first eight digits of an id have
 _PERCENT = re.compile(r"(?P<percent>[0-9]{1,3}(\.[0-9]{1,6})?)%")
 _SLICE = re.compile(r"(?P<number>[0-9]{1,6})/(?P<of>[0-9]{1,6})")
-_SEED_MAX = 10**9  # short enough to be typed again
+_SEED_MAX = 10**9  # short enough to retype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +129,14 @@ class _Named:
     """Everything that records, pins and parts name; shared by threads."""
 
     versions: NumberedRefs = field(default_factory=NumberedRefs)
-    """Each version with the numbers of the layers that records name it for."""
+    """Each version with the numbers of the layers for which records name it."""
     states: NumberedRefs = field(default_factory=NumberedRefs)
     objects: NumberedRefs = field(default_factory=NumberedRefs)
     """Each object with the numbers of the blobs that name it."""
     under_way: NumberedRefs = field(default_factory=NumberedRefs)
     """What parts of incomplete saves and dropped commits need: not orphans."""
     dropped: dict[BlobRef, Cost] = field(default_factory=dict)
-    """What dropped commits need, each with what its loss would cost one of them."""
+    """What dropped commits need, each blob or object with what its loss would cost one of them."""
     layers: dict[str, int] = field(default_factory=dict)
     blobs: list[BlobRef] = field(default_factory=list)
     """The blobs that name objects, by number."""
@@ -174,7 +174,7 @@ def verify_store(
         _read_dropped(repo, named, counted, reads, progress)
     holders = _holders(repo, named, only)
     damaged = _judged(named.faults, holders)
-    whole = newest_whole(repo, holders.values()) if only is None else {}  # nothing is known of the other commits
+    whole = newest_whole(repo, holders.values()) if only is None else {}  # nothing is known about other commits
     return Verdict(
         damaged=damaged,
         standing=Standing(hurt=hurt_by(repo, holders, _lost_blobs(damaged)), whole=whole),
@@ -217,7 +217,7 @@ def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, call
 
 
 def _reason(problem: LayerstoreError) -> str:
-    """Return why something counts as damaged; raise if that is unknown: this process, or a remote, cannot read it."""
+    """Return why something is damaged; raise *problem* if it may be intact: this process or a remote cannot read it."""
     if isinstance(problem, NoStore) or (
         isinstance(problem, StorageIO)
         and (problem.errno in PROCESS_ERRNOS | PERMISSION_ERRNOS or is_url(str(problem.filename)))
@@ -355,7 +355,7 @@ def _check_objects(
         counted.objects += len(refs)
         if whole:
             ids = {ref.id for ref in (*refs, *named.under_way.part(at))}
-            # What was saved since the records were read counts as well: the number is only shown.
+            # Objects saved since the records were read count as orphans too: the number is only shown.
             counted.orphans += sum(name not in ids for name in repo.objects.ids_in(f"{at:02x}"))
     return counted
 
@@ -436,7 +436,7 @@ def _holders(repo: Repository, named: _Named, only: Resolved | None) -> dict[str
 
 
 def _judged(faults: Iterable[Damage], holders: dict[str, Holder]) -> tuple[Damage, ...]:
-    """Return *faults* with their costs, without those of blobs that no record names any more."""
+    """Return *faults* with their costs, but omit faults in blobs that no record names any more."""
     damaged: list[Damage] = []
     costs_of = Costs(holders)
     known: dict[tuple[BlobRef, ...], tuple[Cost, ...]] = {}

@@ -1,7 +1,7 @@
 """
 The codings by name. Their exact definition: docs/reference/format.md, "Codings".
 
-numpy is imported when the first numbers come, since most commands do without.
+numpy is imported when it is first needed, since most commands do without it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Coded(NamedTuple):
-    """A coded tensor, and the error that coding makes."""
+    """A coded tensor, and the error of coding it."""
 
     codes: memoryview
     scales: memoryview
-    """The bits of bfloat16."""
+    """As the bits of bfloat16 numbers."""
     lost: Error
 
 
@@ -33,11 +33,11 @@ class Coding(Spec):
         """
         Code *values* and fill *out*, which may be *reference* itself, with the decoded numbers.
 
-        *values* are whole blocks, or the end of a slice. The codes are the same on every machine, however a slice is
-        cut into calls.
+        *values* are whole blocks, except at the end of a slice. The codes are the same on every machine, however a
+        slice is cut into calls.
 
         Raises:
-            NotCodable: NaN, infinity, or a sign where there must be none.
+            NotCodable: There is NaN, infinity, or a minus sign where none is allowed.
         """
         from layerstore.coding.kernels import encode
 
@@ -46,7 +46,7 @@ class Coding(Spec):
         return Coded(codes.data, scales.data.cast("B"), lost)
 
     def decode(self, parts: "Sequence[bytes | memoryview]", reference: memoryview | None, out: memoryview) -> None:
-        """Decode whole blocks, or the end of a slice, into *out*, which may be *reference* itself."""
+        """Decode *parts*, whole blocks except at a slice's end, into *out*, which may be *reference* itself."""
         import numpy as np
 
         from layerstore.coding.kernels import decode

@@ -30,7 +30,7 @@ _INFINITY = 0x7F80_0000
 _LARGEST = 0x7F7F_0000
 _SMALLEST = 0x0001_0000
 # A scale is at least 2^-120, so its inverse is finite, and subnormal numbers are coded as zero anyway: it does not
-# matter that some libraries switch them off for a whole process.
+# matter that some libraries make a whole process flush them to zero.
 _SMALLEST_SCALE = 0x0380_0000
 _UPPER = -0x1_0000
 
@@ -63,7 +63,7 @@ def encode(spec: Spec, values: Floats, reference: Floats | None, out: Floats) ->
 
 
 def decode(spec: Spec, codes: Bytes, scales: Scales, reference: Floats | None, out: Floats) -> None:
-    """Fill *out* with what *codes* and *scales* stand for."""
+    """Decode *codes* and *scales* into *out*."""
     assert (reference is not None) == spec.needs_reference
     assert [codes.size, scales.size] == [part.elements for part in spec.parts(out.size)]
     with np.errstate(all="ignore"):
@@ -73,7 +73,7 @@ def decode(spec: Spec, codes: Bytes, scales: Scales, reference: Floats | None, o
 
 
 def _pieces(spec: Spec, elements: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield where the elements of each piece are, their codes, and their scales."""
+    """Yield for each piece the slices of its elements, of its codes, and of its scales."""
     for start in range(0, elements, _PIECE):
         end = min(start + _PIECE, elements)
         yield (
@@ -130,10 +130,10 @@ def _error(values: Floats, coded: Floats, greatest: np.int32, decoded: Floats, s
 
 
 def _sum_of_squares(numbers: Floats, exponent: int, scratch: Floats) -> float:
-    """Return the sum of the squares of *numbers*; on the way they are divided by 2 to the *exponent*."""
+    """Return the sum of the squares of *numbers*, which are divided by 2 to the *exponent* while it is computed."""
     if exponent:
         numbers = np.multiply(numbers, np.float32(2.0**-exponent), out=scratch)
-    # Its last digits depend on the machine. They are only shown: no name is a hash of them.
+    # Its last digits depend on the machine, but they are only shown: no name is a hash of them.
     return float(np.dot(numbers, numbers)) * 4.0**exponent
 
 
@@ -145,11 +145,11 @@ def _reason(values: Floats, *, has_reference: bool) -> str:
         return "infinity among the values"
     if has_reference:
         return "a reference that is not finite, or too far away"
-    return "a negative value, or zero with a sign"
+    return "a negative value, or a negative zero"
 
 
 def _whole_blocks(piece: Floats, scratch: Floats) -> Floats:
-    """Return *piece* as rows of one block each; zeros fill up the last, in *scratch*."""
+    """Return *piece* as rows of one block each; a partial last block is padded with zeros, in *scratch*."""
     if piece.size % BLOCK:
         whole = scratch[: -(-piece.size // BLOCK) * BLOCK]
         whole[: piece.size] = piece
@@ -201,8 +201,8 @@ def _set_scales(magnitudes: Floats, share: float, scales: Scales) -> tuple[np.in
         raise NotCodable
     exact = largest.view(np.float32)
     exact *= np.float32(share)
-    # To nearest, half up: so the largest magnitude gets exactly the largest code, and coding what was decoded gives
-    # the same scale and codes again.
+    # Rounded to nearest, half up, so that the largest magnitude gets exactly the largest code, and coding decoded
+    # numbers again gives the same scale and codes.
     largest += 0x8000
     largest &= _UPPER
     np.maximum(largest, _SMALLEST_SCALE, out=largest)
@@ -212,7 +212,7 @@ def _set_scales(magnitudes: Floats, share: float, scales: Scales) -> tuple[np.in
 
 
 def _by_block(function: np.ufunc, images: npt.NDArray[np.int32 | np.uint32]) -> Images:
-    """Reduce each block; along an axis that would take twice as long."""
+    """Reduce each block; reducing along an axis would take twice as long."""
     reduced: Images = function.reduceat(images.reshape(-1), _BLOCK_STARTS[: len(images)])
     return reduced
 
@@ -263,7 +263,7 @@ def _decode_companded(small: Bytes, work: Floats, top: int, scales: Scales, out:
 
 
 def _encode_logarithmic(blocks: Floats, top: int, work: Floats, small: Bytes, scales: Scales) -> np.int32:
-    images = blocks.view(np.int32)  # grow with the logarithm of a positive number, nearly evenly
+    images = blocks.view(np.int32)  # nearly linear in the logarithm of a positive number
     low, high = _by_block(np.minimum, images), _by_block(np.maximum, images)
     least: np.int32 = low.min()
     greatest: np.int32 = high.max()
@@ -292,7 +292,7 @@ def _encode_logarithmic(blocks: Floats, top: int, work: Floats, small: Bytes, sc
 
 
 def _least_positive(images: Images) -> Images:
-    """Return the least image of each block that is not zero; zero if all are."""
+    """Return the smallest nonzero image of each block; zero if all are zero."""
     # Unsigned, 0 - 1 is the largest number, so zeros never win.
     least = _by_block(np.minimum, images.view(np.uint32) - np.uint32(1))
     return least.view(np.int32) + np.int32(1)
@@ -304,7 +304,7 @@ def _decode_logarithmic(small: Bytes, work: Floats, top: int, scales: Scales, ou
     low, high = ends[:, :1], ends[:, 1:]
     span = high - low
     step = span / np.float32(top - 1)
-    # Were it rounded up, the largest code could lie beyond the high end.
+    # If the step were rounded up, the largest code could decode to a number beyond the high end.
     step.view(np.int32)[...] -= step * np.float32(top - 1) > span
     np.copyto(work, small - np.uint8(1))
     np.multiply(work, step, out=work)

@@ -8,7 +8,7 @@ BLOCK = 128
 
 
 class NotCodable(ValueError):
-    """These numbers cannot be coded and have to be kept exactly; the message says why."""
+    """These numbers cannot be coded and must be kept exactly; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

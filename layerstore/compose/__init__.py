@@ -1,7 +1,7 @@
 """
-Compose: from a query to a composite, as pure data. Nothing is read but records, and nothing written.
+Compose: turn a query into a composite, as pure data. Tensors are read only to find damage; nothing is written.
 
-A policy, a recipe or a mean decides which version of each layer is taken. The rooms of formats write it.
+A policy, a recipe or a mean decides which version of each layer is used. The output formats write the composite.
 """
 
 from layerstore.compose.choose import (

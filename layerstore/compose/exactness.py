@@ -1,4 +1,4 @@
-"""What a composition has that was not kept bit for bit, in one sentence; and which save before it was."""
+"""Say what in a composition was not kept bit for bit, and find an earlier save that was."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,11 +19,11 @@ def inexact(
     is_live: bool,
 ) -> str | None:
     """
-    Return a sentence that says what of *layers* was not kept bit for bit, None if everything was.
+    Return a sentence that says what in *layers* was not kept bit for bit, None if everything was.
 
-    The masters of some are *averaged*.
-    Without *moments*, it is about the masters alone, which is all that an export of weights has. It names the newest
-    exact save, and what takes it: an option of the command, or if an engine *is_live*, of ``resume``.
+    The masters of some layers are *averaged*.
+    Without *moments*, only masters count, since an export of weights has nothing else. The sentence names the newest
+    exact save, and how to use it: an option of the command, or if an engine *is_live*, of ``resume``.
     """
     bits: dict[Kind, int] = {}
     names = set()
@@ -38,7 +38,7 @@ def inexact(
         of_use = coded.keys() & (kinds if moments else kinds - {Kind.OPTIMIZER})
         for kind in of_use:
             bits[kind] = min(coded[kind], bits.get(kind, coded[kind]))
-        # A rank that knows its own slices alone may have none of a small layer; the record counts it for all ranks.
+        # A rank that knows only its own slices may have none of a small layer; the record counts it for all ranks.
         if of_use or isinstance(version, OwnVersion):
             names.add(entry.layer)
     if not bits:
@@ -50,7 +50,7 @@ def inexact(
 
 
 def _bits(version: LayerVersion) -> dict[Kind, int]:
-    """Return in how many bits each kind of *version* that is coded is kept: its coarsest tensor's."""
+    """Return the number of bits of each coded kind of *version*, taken from its coarsest tensor."""
     bits: dict[Kind, int] = {}
     for stored in version.objects:
         for tensor in stored.tensors:
@@ -79,18 +79,18 @@ def _kept_in(bits: Mapping[Kind, int], some: str) -> str:
 
 
 def _newest_exact(repo: Repository, base: Resolved, *, is_live: bool) -> str:
-    """Say which save up to *base* is exact, and what takes it."""
+    """Say which exact save up to *base* is the newest, and how to use it."""
     try:
         name = reference_to(repo, newest_exact(repo, base).record)
     except NotFound:
         return "; no save up to it is exact"
     except LayerstoreError:
-        return ""  # asking for it raises, and explains
-    return f"; the newest exact save is {name} ({'resume(…, exact=True)' if is_live else '--exact'} takes it)"
+        return ""  # requesting that save raises, and explains
+    return f"; the newest exact save is {name} (use {'resume(…, exact=True)' if is_live else '--exact'})"
 
 
 def earlier_exact(repo: Repository, base: CommitRecord, lost: LayerEntry | None) -> RecordRow | None:
-    """Return the newest exact save below *base* that does not have the version that is *lost*, None if none is."""
+    """Return the newest exact save below *base* that does not have the *lost* version; None if there is none."""
     view = repo.catalog.find(base.run)
     try:
         for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):

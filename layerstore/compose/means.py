@@ -1,5 +1,5 @@
 """
-Averages: a composite whose masters are the mean of those of several saves.
+Averages: a composite whose masters are the mean of several saves' masters.
 
 Everything else is the base's: its moments, buffers, frozen weights and files. A version that several of the saves share
 is read once, and counts once for each of them.
@@ -20,7 +20,7 @@ from layerstore.storage import RecordName, Repository
 _LAST = re.compile(r"last:(?P<count>[1-9]\d{0,5})")
 _WEIGHT = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
-# An exponential average ends where a save would weigh less than this part of the newest.
+# An exponential average ends where a save would weigh less than this fraction of the newest.
 _EMA_LEAST = 1e-3
 
 
@@ -34,7 +34,7 @@ class _Save:
 
 
 def base_of_mean(text: str) -> str | None:
-    """Return the reference that a mean takes everything else from if none is given; None for the only run's newest."""
+    """Return the default base of the mean *text*, as a reference; None for the newest save of the only run."""
     return None if _is_last(text) else _weighted(text)[-1][0]
 
 
@@ -44,17 +44,18 @@ def average(
     """
     Return *composition* with the mean of some saves as its masters.
 
-    *of* is ``last:N`` or references with weights, ``A,B:2``; *ema* weighs the last saves; *layers* is a pattern.
+    *of* is ``last:N`` or references with weights, ``A,B:2``; *ema* is each save's weight relative to the
+    next save's; *layers* is a pattern.
 
     Raises:
-        InvalidInput: They do not say which saves, or with which weights.
+        InvalidInput: The arguments do not say which saves to average, or with which weights.
         NotFound: One of the saves is not in the store.
         LayoutMismatch: One of the saves lacks a layer.
     """
     if of is None and ema is None:
         raise InvalidInput("which saves are averaged?", hint="--mean last:10, --mean A,B:2 or --ema 0.9")
     if ema is not None and not 0 < ema < 1:
-        raise InvalidInput(f"ema {ema} is not between 0 and 1", hint="0.9 weighs each save 0.9 times the one after it")
+        raise InvalidInput(f"ema {ema} is not between 0 and 1", hint="0.9: a save weighs 0.9 times as much as the next")
     if of is None or _is_last(of):
         saves = _last_saves(repo, composition, of, ema)
     elif ema is not None:
@@ -77,11 +78,11 @@ def average(
         for save in saves:
             entry = save.entries[layer]
             parts[entry.version] = entry, parts.get(entry.version, (entry, 0.0))[1] + save.weight
-        # Else all saves share the base's version, and its mean is itself: it is copied instead of computed.
+        # If all saves share the base's version, that is the mean: it is copied instead of computed.
         if parts.keys() != {own[layer].version}:
             means[layer] = tuple(parts.values())
     if not means:
-        return composition  # all that was to be averaged is what the base has
+        return composition  # each layer to average has only the base's version
     used = ((save.name, tuple(save.entries[layer] for layer in means)) for save in saves if save.name is not None)
     weighed = (
         MeanSave(run=averaged.save.run, attempt=averaged.save.attempt, step=averaged.save.step, weight=averaged.weight)
@@ -101,7 +102,7 @@ def average(
 
 
 def _check_layers(repo: Repository, composition: Composition, save: _Save, names: list[str], *, are_all: bool) -> None:
-    """Raise LayoutMismatch if *save* lacks a layer, or has another one where *names* *are_all* of the model."""
+    """Raise LayoutMismatch if *save* lacks one of *names* or, where these *are_all* layers, has another one."""
     odd = sorted(set(names) ^ save.entries.keys() if are_all else set(names) - save.entries.keys())
     if odd:
         theirs, ours = references_to(repo, [save.save, composition.base])
@@ -113,7 +114,7 @@ def _check_layers(repo: Repository, composition: Composition, save: _Save, names
 
 
 def _is_last(text: str) -> bool:
-    """Whether *text* is ``last:N``; raises InvalidInput if it is meant to be, and is not."""
+    """Whether *text* is ``last:N``; raises InvalidInput if it is meant to be but is malformed."""
     if _LAST.fullmatch(text) is None and (text.strip() == "last" or text.strip().startswith("last:")):
         raise InvalidInput(f"{text!r} does not say how many saves", hint="last:10, say, for the newest ten")
     return _LAST.fullmatch(text) is not None

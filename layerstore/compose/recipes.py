@@ -1,5 +1,5 @@
 """
-Resolve a recipe in the store: which commits its steps mean, and which version of each layer they have.
+Resolve a recipe in the store: which commits its steps name, and which version of each layer those have.
 
 Errors begin with the place in the recipe and end with what to do about it.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from layerstore.policy.recipe import Choice, Recipe
 
 Found = tuple[RecordRow | None, Mapping[str, LayerEntry]]
-"""The row of the commit that a reference means (None for a pin), and its entries for the wanted layers."""
+"""The row of the commit that a reference names (None for a pin), and its entries for the wanted layers."""
 
 
 def _read_recipe(repo: Repository, path: Path) -> "Recipe":
     from layerstore.policy.recipe import parse_recipe, read_text  # imports yaml, which nothing else needs
 
     try:
-        # Resolved: the user's own link to a recipe is fine, and this reader follows none.
+        # Resolved first: the user's own link to a recipe is fine, but this reader follows none.
         content = repo.files.read(path.resolve(), size_bytes_max=RECIPE_BYTES_MAX)
     except (IntegrityError, StorageIO) as exc:
         raise InvalidInput(f"the recipe cannot be read: {exc}", hint="name a YAML file with --recipe") from exc
@@ -60,7 +60,7 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
     back = recipe.base.back
     if base.pin is not None and any(choice.run is None for choice in choices.values()):
         with recipe.base.spot.located():
-            # Steps without a run are of the base's attempt, which a pin's name does not say.
+            # Steps without a run belong to the base's attempt, which a pin's name does not state.
             back = _back_of(repo, record)
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
@@ -130,7 +130,7 @@ def _open_run(repo: Repository, recipe: "Recipe", run: str | None) -> str:
                 exc.hint = f"write base: RUN@{step}, or pass --run RUN"
             else:
                 hint = recipe.run_hint
-                problem = "names no run" if hint is None else f"would be of run {hint!r}, which is not here"
+                problem = "names no run" if hint is None else f"belongs to run {hint!r}, which is not in the store"
                 exc.message = f"{path} {problem}; {exc.message}"
                 exc.hint = (
                     f"pass --run RUN, or write RUN/checkpoint-{step} and the like wherever the recipe says model:"
@@ -139,7 +139,7 @@ def _open_run(repo: Repository, recipe: "Recipe", run: str | None) -> str:
 
 
 def _back_of(repo: Repository, record: CommitRecord) -> int:
-    """Return how many attempts before the newest the attempt of *record* is."""
+    """Return how many attempts of the run are newer than that of *record*."""
     attempts = repo.catalog.view(record.run).attempts
     if record.attempt not in attempts:
         raise NotFound(

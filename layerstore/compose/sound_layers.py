@@ -1,4 +1,4 @@
-"""Damage in a composition: older versions take the place of what is lost."""
+"""Damage in a composition: older versions replace what is lost."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def without_damaged(repo: Repository, composition: Composition) -> Composition:
         IntegrityError: A layer has no sound version that fits, or something other than a layer is damaged.
     """
     base = composition.base
-    # First what no older version can replace.
+    # First check what no older version can replace.
     for state in base.states:
         for ref in (state, *objects_of_state(repo.state(state))):
             repo.objects.verify(ref)
@@ -66,7 +66,7 @@ def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> L
         # Saves that inherit a version name it again, and reading it takes long.
         seen.add(entry.version)
         if _problem(repo, entry) is None and (like is None or difference(like, repo.version_of(entry)) is None):
-            # The row is only the index's word: the record has to say the same.
+            # The row is only what the index says: the record must say the same.
             repo.catalog.check(row.name, [entry])
             return entry
     return None

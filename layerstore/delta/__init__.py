@@ -1,4 +1,4 @@
-"""Deltas between two exports: what changed in each tensor, as inference servers read it, and how it is put on."""
+"""Deltas between two exports: what changed in each tensor, as inference servers read it, and how to apply it."""
 
 from layerstore.delta.apply import Applied, apply_delta
 from layerstore.delta.codec import ENCODINGS, Encoding

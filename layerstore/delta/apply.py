@@ -1,8 +1,8 @@
 """
-Put a delta onto a folder of weights: each file that changes is written anew beside the old one, then renamed over it.
+Apply a delta to a folder of weights: each file that changes is written next to the old one, then renamed over it.
 
-Every tensor is compared with its checksum before and after. If a kill leaves some files old and some new, the same
-command finishes: what is as it should be already is passed over.
+Every tensor is compared with its checksum before and after. If a kill leaves some files old and some new, repeat the
+command to finish: tensors that already match are skipped.
 """
 
 import time
@@ -28,16 +28,16 @@ WEIGHTS = "*.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What a delta has changed."""
+    """The result of applying a delta."""
 
     folder: Path
     name: str
-    """The commit that the folder is of now, or the version's number."""
+    """The commit whose weights the folder has now, or the version's number."""
     base_name: str
     tensors: int
-    """That the delta changes."""
+    """The number of tensors that the delta changes."""
     tensors_changed: int
-    """Fewer if some were as they should be already."""
+    """Fewer than *tensors* if some matched already."""
     bytes_written: int
     seconds: float
 
@@ -48,11 +48,11 @@ class Applied:
 
 def apply_delta(delta: Path, folder: Path) -> Applied:
     """
-    Make the weights in *folder*, an export of the base, those of the target of *delta*.
+    Turn the weights in *folder*, an export of the base of *delta*, into those of its target.
 
     Raises:
-        SourceCheckpoint: The delta or the folder is damaged, or not one.
-        LayoutMismatch: The folder is of another base; nothing was changed.
+        SourceCheckpoint: *delta* or *folder* is damaged, or is no delta or no export.
+        LayoutMismatch: The folder is an export of another base, or a checkpoint with shards; nothing was changed.
     """
     started = time.monotonic()
     files, content = Files(), read_delta(delta)
@@ -64,18 +64,18 @@ def apply_delta(delta: Path, folder: Path) -> Applied:
         done: list[tuple[Path, Path]] = []
         for path in sorted({held[tensor.name].file for tensor in to_do}):
             partial = _partial(path)
-            files.discard(partial)  # of a run that was killed
-            stack.callback(files.discard, partial)  # nothing is left of it after the rename
+            files.discard(partial)  # left by a run that was killed
+            stack.callback(files.discard, partial)  # does nothing after the rename
             changes = [(held[tensor.name], tensor) for tensor in to_do if held[tensor.name].file == path]
             with files.open(path) as source, files.create(partial, sync_ahead=True) as file:
                 _patch(file, source, changes, content.encoding)
                 written += source.size_bytes
             done.append((partial, path))
-        # Only now that every new file is written and has the right checksums: until here nothing has changed.
+        # Only now that every new file is written and matches its checksums; until here nothing has changed.
         for partial, path in done:
             files.rename(partial, path)
         if (delta / SUMMARY).is_file() and (folder / SUMMARY).is_file():
-            # After the weights: it says which commit the folder is of.
+            # After the weights, since it says which commit they are from.
             _copy(files, delta / SUMMARY, folder / SUMMARY)
         files.sync_directory(folder)
     return Applied(
@@ -94,23 +94,23 @@ def _partial(path: Path) -> Path:
 
 
 def _checked(delta: DeltaFolder, held: Mapping[str, GatheredSource], folder: Path) -> dict[str, str]:
-    """Return the checksum of every tensor; raise unless it is that before the delta, or that after."""
+    """Return the checksum of every tensor; raise unless each matches its base or its target."""
     for name in (*delta.tensors, *delta.unchanged):
         if name not in held:
             raise LayoutMismatch(
-                f"{folder} has no tensor {name!r}, which the delta knows; nothing was changed",
+                f"{folder} has no tensor {name!r}, which the delta names; nothing was changed",
                 hint="is it an export of the same model?",
             )
-    # The target's, too: an apply that was killed is repeated.
+    # The target's, too, since an apply that was killed may be repeated.
     expected = {name: {tensor.base, tensor.target} for name, tensor in delta.tensors.items()}
     expected |= {name: {checksum} for name, checksum in delta.unchanged.items()}
     actual = {name: _checksum(held[name]) for name in expected}
     for name, checksums in expected.items():
-        # None: a delta by somebody else says nothing of the base.
+        # None: a delta made by another tool has no checksums of the base.
         if None not in checksums and actual[name] not in checksums:
             raise LayoutMismatch(
-                f"{name!r} in {folder} is not that of {delta.base_name}, which the delta is for; nothing was changed",
-                hint="put on the deltas in between first, or export the base again with the --dtype of the delta",
+                f"{name!r} in {folder} does not match {delta.base_name}, which the delta is for; nothing was changed",
+                hint="apply the deltas in between first, or export the base again with the --dtype of the delta",
             )
     return actual
 
@@ -134,14 +134,14 @@ def _tensors_of(folder: Path) -> dict[str, GatheredSource]:
         )
     if holds_zero(folder):
         raise LayoutMismatch(
-            f"{folder} is a checkpoint to resume from, whose shards would not fit its weights any more; "
+            f"{folder} is a checkpoint to resume from, whose shards the new weights would make stale; "
             "nothing was changed",
             hint="layerstore compose REF --format hf -o DIR makes a folder of weights alone",
         )
     tensors: dict[str, GatheredSource] = {}
     for path in paths:
         if path.is_symlink():
-            raise SourceCheckpoint(f"{path} is a link; nothing was changed", hint="put a copy into its place: cp -L")
+            raise SourceCheckpoint(f"{path} is a link; nothing was changed", hint="replace it with a copy: cp -L")
         with open_source(path) as source:
             header = read_header(path, source.read_at, source.size_bytes)
             for tensor in tensors_in(path, header, source.size_bytes, {}):
@@ -149,7 +149,7 @@ def _tensors_of(folder: Path) -> dict[str, GatheredSource]:
                     other = tensors[tensor.name].file.name
                     raise SourceCheckpoint(
                         f"{tensor.name!r} is in {other} and in {path.name}; nothing was changed",
-                        hint="remove the weights that are not read",
+                        hint="remove the file that is not used",
                     )
                 tensors[tensor.name] = tensor
     return tensors
@@ -166,7 +166,7 @@ def _patch(
             file.copy_from(source, begin, begin, end - begin)
     for held, tensor in changes:
         data = bytearray(source.read_at(held.offset_bytes, held.size_bytes))
-        # Before it is read into memory: the header may claim any size.
+        # Checked before it is read into memory: the header may claim any size.
         if max(size_bytes for _, _, size_bytes in tensor.parts) > part_bytes_max(held.size_bytes, dtype=held.dtype):
             raise _wrong(tensor)
         try:
@@ -181,13 +181,13 @@ def _patch(
 
 def _wrong(tensor: DeltaTensor) -> SourceCheckpoint:
     return SourceCheckpoint(
-        f"{tensor.name!r} is not what it should be with the delta put on; nothing was changed",
-        hint="copy the delta again; one that does not say what it is for may be for another base",
+        f"{tensor.name!r} does not match its checksum after applying the delta; nothing was changed",
+        hint="copy the delta again; if it has no checksums of its base, it may be for another one",
     )
 
 
 def _unchanged_stretches(size_bytes: int, changed: Sequence[GatheredSource]) -> Iterator[tuple[int, int]]:
-    """Yield what stays of a file, as begin and end of each stretch."""
+    """Yield begin and end of each stretch of a file that stays as it is."""
     begin = 0
     for tensor in sorted(changed, key=lambda place: place.offset_bytes):
         if tensor.offset_bytes > begin:
@@ -198,7 +198,7 @@ def _unchanged_stretches(size_bytes: int, changed: Sequence[GatheredSource]) -> 
 
 
 def _copy(files: Files, source: Path, target: Path) -> None:
-    """Put a small file in the place of another, in one step."""
+    """Replace *target* with a copy of the small file *source*, atomically."""
     partial = _partial(target)
     files.discard(partial)
     with files.open(source) as read, files.create(partial) as file:

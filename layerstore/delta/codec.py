@@ -1,8 +1,8 @@
 """
 What changed in one tensor: ``xor`` of its bytes, compressed, or ``sparse`` elements, made in blocks.
 
-The first is that of slime's deltas on disk, which SGLang's ``/pull_weights`` puts on. The second has flat indices and
-values, as vLLM's sparse patches.
+The first is the encoding of slime's deltas on disk, which SGLang's ``/pull_weights`` applies. The second has flat
+indices and values, like vLLM's sparse patches.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 COMPRESSIONS: dict[Encoding, str] = {"xor": "zstd", "sparse": "none"}
 
 INDICES, VALUES = ".indices", ".values"
-"""What the parts of a sparse tensor are called, behind its name."""
+"""The suffixes that name the parts of a sparse tensor, after its name."""
 
-# Indices of changed elements take several times the bytes of 16-bit elements: never for a whole tensor at once.
+# Indices take several times the bytes of 16-bit elements, so they are never made for a whole tensor at once.
 _BLOCK_BYTES = 16 * MIB
 
 _LEVEL = 1
-"""Of zstd: higher ones take several times as long for a few percent."""
+"""The zstd level: higher ones take several times as long to save a few percent."""
 
 _INDICES_MAX = 1 << 31  # a file has them as signed 32-bit integers
 
 Parts: TypeAlias = "dict[str, Array]"
-"""What changed in a tensor, under the names that it has in a file."""
+"""What changed in a tensor, by the names of its parts in a file."""
 
 
 def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding) -> tuple[Parts, int]:
@@ -52,7 +52,7 @@ def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: En
     width = by_code(dtype).bytes
     if encoding == "sparse" and len(new) // width >= _INDICES_MAX:
         raise Unsupported(f"{name!r} has {len(new) // width} elements, too many for sparse", hint="--encoding xor")
-    # With its size, which the frame then states: a reader looks at that before it decompresses.
+    # Given the size, the frame states it, and a reader checks that before it decompresses.
     compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=len(new))
     compressed: list[bytes] = []
     indices: list[Array] = []
@@ -77,16 +77,16 @@ def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: En
 
 def part_bytes_max(size_bytes: int, *, dtype: str) -> int:
     """Return the size that no part of a tensor of *size_bytes* exceeds."""
-    # What zstd adds to bytes that it cannot compress, amply; or an index of 4 bytes for each element.
+    # Ample for what zstd adds to bytes that it cannot compress; or an index of 4 bytes for each element.
     return max(size_bytes + size_bytes // 128 + 1024, 4 * size_bytes // by_code(dtype).bytes)
 
 
 def decode_into(tensor: bytearray, parts: Sequence[bytes], *, dtype: str, encoding: Encoding) -> None:
     """
-    Change the bytes of *tensor* as *parts* say, which are in the order of `encode_tensor`.
+    Apply *parts*, in the order of `encode_tensor`, to the bytes of *tensor*.
 
     Raises:
-        SourceCheckpoint: They do not fit it.
+        SourceCheckpoint: The parts do not fit the tensor.
     """
     import numpy as np
     import zstandard
@@ -98,7 +98,7 @@ def decode_into(tensor: bytearray, parts: Sequence[bytes], *, dtype: str, encodi
         held = _elements(tensor, "U8")
         np.bitwise_xor(held, _decompressed(parts[0], size_bytes_max=len(tensor)), out=held)
     except (ValueError, IndexError, zstandard.ZstdError) as exc:
-        raise SourceCheckpoint("what the delta has of it is damaged", hint="copy the delta again") from exc
+        raise SourceCheckpoint("the delta's data for this tensor is damaged", hint="copy the delta again") from exc
 
 
 def _elements(data: Bytes, dtype: str) -> "Array":

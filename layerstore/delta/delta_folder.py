@@ -1,9 +1,9 @@
 """
-The folder of a delta: safetensors files with what changed, and an index that says between which versions.
+The folder of a delta: safetensors files with what changed, and an index that names the two versions.
 
 The layout is that of slime's deltas on disk: a checksum of each new tensor in the files' metadata, under its name, and
-``version``, ``base_version`` and the encoding in the index. We add checksums of all tensors as they were before, and
-what the two commits are called.
+``version``, ``base_version`` and the encoding in the index. We add checksums of all tensors before the delta, and the
+names of the two commits.
 """
 
 import json
@@ -23,7 +23,7 @@ from layerstore.source import open_source, read_header, read_source_file, tensor
 CHECKSUM = "xxh3-128"
 
 _FILE_BYTES = 64 * MIB
-"""What is collected in memory before a file is written, which takes three times as much."""
+"""Bytes collected in memory before a file is written; writing takes three times as much memory."""
 
 
 class DeltaWriter:
@@ -42,11 +42,11 @@ class DeltaWriter:
         self.bytes_written = 0
 
     def unchanged(self, name: str, checksum: str) -> None:
-        """Note the *checksum* of a tensor that is the same in both."""
+        """Note the *checksum* of a tensor that is the same in both versions."""
         self._bases[name] = checksum
 
     def add(self, name: str, parts: Parts, *, base: str, target: str) -> None:
-        """Add a tensor's *parts*, and the checksums of it before and after."""
+        """Add a tensor's *parts*, and its checksums before and after."""
         self._waiting |= parts
         self._targets[name] = target
         self._bases[name] = base
@@ -54,7 +54,7 @@ class DeltaWriter:
             self._flush()
 
     def finish(self, *, version: int, base_version: int, name: str, base_name: str) -> None:
-        """Write what is left, and the index; *name* and *base_name* are those of the commits."""
+        """Write what is left, and the index; *name* and *base_name* are the commits' names."""
         self._flush()
         metadata = {
             "version": f"{version:06d}",
@@ -93,11 +93,11 @@ class DeltaWriter:
 
 
 def _in_order(data: bytes) -> tuple[bytes, bytes, memoryview]:
-    """Return a safetensors file in parts, its header sorted: the package orders metadata as it comes, at random."""
+    """Return a safetensors file in parts, with its header sorted: the package writes metadata in random order."""
     begin, end = 8, 8 + int.from_bytes(data[:8], "little")
     fields = json.loads(data[begin:end])
     fields["__metadata__"] = dict(sorted(fields["__metadata__"].items()))
-    # The package ends it with spaces, so that the tensors begin at a multiple of 8.
+    # The package pads the header with spaces, so that the tensors begin at a multiple of 8.
     header = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode().ljust(end - begin)
     assert len(header) == end - begin, "it is the same text in another order"
     return data[:begin], header, memoryview(data)[end:]
@@ -111,9 +111,9 @@ class DeltaTensor:
     parts: tuple[tuple[Path, int, int], ...]
     """File, offset and size of each part."""
     target: str
-    """The checksum afterwards."""
+    """The checksum after the delta."""
     base: str | None
-    """The one before; None if the delta does not say."""
+    """The checksum before the delta; None if the delta does not have it."""
 
     def read(self) -> list[bytes]:
         """Return the bytes of its parts, in the order of `encode_tensor`."""
@@ -153,27 +153,27 @@ def is_delta(path: Path) -> bool:
 
 def read_delta(path: Path) -> DeltaFolder:
     """
-    Return what the delta in the folder *path* says; tensors are not read.
+    Return the delta in the folder *path*; its tensors are not read.
 
     Raises:
-        SourceCheckpoint: It is not one, or it is damaged.
+        SourceCheckpoint: *path* is not a delta, or is damaged.
         Unsupported: It is encoded or compressed in another way, or has other checksums.
     """
     if not is_delta(path):
         raise SourceCheckpoint(
             f"{path} is not a delta: no {WEIGHTS_INDEX} in it says how it is encoded",
-            hint="layerstore compose REF --format hf --since BASE -o DIR makes one; it comes before the folder",
+            hint="layerstore compose REF --format hf --since BASE -o DIR makes one; DELTA comes before FOLDER",
         )
     fields = parse_json(read_source_file(path / WEIGHTS_INDEX, size_bytes_max=RECORD_BYTES_MAX))
     metadata, placed = fields["metadata"], fields.get("weight_map")
-    # Without the checksums that we add, as in slime's own deltas, only those after the delta can be compared.
+    # slime's own deltas lack the checksums that we add; then only those after the delta can be compared.
     encoding, bases = metadata["delta_encoding"], metadata.get("base_checksums", {})
     formats = metadata.get("compression_format"), metadata.get("checksum_format")
     if encoding not in ENCODINGS or formats != (COMPRESSIONS[cast("Encoding", encoding)], CHECKSUM):
         known = ", ".join(f"{known_encoding} ({compression})" for known_encoding, compression in COMPRESSIONS.items())
         raise Unsupported(
             f"{path} is encoded as {encoding} ({formats[0]}), with checksums of {formats[1]}",
-            hint=f"what can be put on: {known}, with {CHECKSUM}",
+            hint=f"what can be applied: {known}, with {CHECKSUM}",
         )
     if not (isinstance(placed, dict) and isinstance(bases, dict)):
         raise _damaged(path, "its index")

@@ -1,7 +1,7 @@
 """
 A delta between two composites' weights, as an export of each would have them, for inference servers that hold one.
 
-Each tensor is made in memory, twice if the commits have it of other objects, and compared.
+Each tensor is built in memory, twice if the two are made from different objects, and compared.
 """
 
 import time
@@ -41,7 +41,7 @@ from layerstore.storage import Repository
 from layerstore.units import size
 
 _ONE_FILE = 1 << 62
-"""Both plans have all tensors in one file, so that cuts do not matter."""
+"""The size limit of both plans: all tensors are in one file, so that it does not matter where files end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class DeltaWritten(Exported):
     )
 
     since: str
-    """The base that it is put onto."""
+    """The base that it applies to."""
     encoding: Encoding
     tensors: int
     tensors_changed: int
@@ -82,16 +82,16 @@ def write_delta(
     progress: Progress,
 ) -> DeltaWritten:
     """
-    Write what makes the export of the commit *since* that of *composition* to the folder *out*.
+    Write to the folder *out* what turns an export of the commit *since* into one of *composition*.
 
     Raises:
-        LayoutMismatch: Their tensors have other names, types or shapes.
+        LayoutMismatch: The tensors of the two differ in names, types or shapes.
     """
     started = time.monotonic()
     base = compose_latest(resolve(repo, since))
-    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)  # exports may have one
+    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)  # exports may have it
     if target.older is not None and not target.is_empty and not is_delta(target.path):
-        raise AlreadyExists(f"{out} is an export, and no delta, so it is not replaced", hint="choose another -o")
+        raise AlreadyExists(f"{out} is an export, not a delta, so it is not replaced", hint="choose another -o")
     plans = [plan_export(repo, end, dtype=dtype, max_shard_size=_ONE_FILE) for end in (base, composition)]
     base_name, target_name = _names(repo, base, composition)
     old, new = (_Weights(repo, plan, verify=how.verify) for plan in plans)
@@ -154,7 +154,7 @@ def _check_alike(old: "_Weights", new: "_Weights", before: str, called: str) -> 
 
 
 def _names(repo: Repository, *compositions: Composition) -> list[str]:
-    """Return what each is called; several may have one base."""
+    """Return the name of each composition; several may have the same base."""
     references = references_to(repo, [composition.base for composition in compositions])
     pairs = zip(compositions, references, strict=True)
     return [name if composition.mixture is None else f"a composite of {name}" for composition, name in pairs]
@@ -176,7 +176,7 @@ class _Weights:
                 self._placed[tensor.name] = files[weights.name], offset
 
     def pieces(self, name: str) -> list[tuple[object, ...]]:
-        """Return what the tensor is made of; if two are made of the same, they are the same."""
+        """Return what the tensor is made of; two tensors made of equal pieces are equal."""
         return [
             (piece.object, piece.object_offset, piece.size_bytes, piece.rounding, piece.mean_of)
             for piece in self._cut(name)
@@ -197,7 +197,7 @@ class _Weights:
         return data
 
     def _cut(self, name: str) -> Iterator[Piece]:
-        """Yield the tensor's own pieces; plain ones may go on into the next tensor."""
+        """Yield the tensor's pieces, cut at its ends: plain ones may extend into the next tensor."""
         output, begin = self._placed[name]
         end = begin + self.tensors[name].size_bytes
         at = max(bisect_right(output.pieces, begin, key=lambda piece: piece.offset) - 1, 0)

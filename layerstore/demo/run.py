@@ -87,7 +87,7 @@ def _run(folder: Path, report: Callable[[str], object]) -> DemoFacts:
         facts["saved"].append(_usage(name, store.path, new))
     facts["sizes"] = {"checkpoints": _size_bytes(saved), "store": _size_bytes(facts["store"])}
     with open_store(facts["store"]) as store:
-        for tag in TAGS:  # takes nothing more here, and gives the report layers of different ages to show
+        for tag in TAGS:  # needs no more space here, and gives the report layers of different ages to show
             store.ingest(saved, run="demo-filter", tag=tag, policy=POLICIES["filter"])
         begin("compose", f"composing demo@{BASE}: as it is, mixed by parity, and for one rank")
         exact, mixed = store.compose(f"demo@{BASE}"), store.compose(f"demo@{BASE}", policy="parity")
@@ -111,7 +111,7 @@ def _run(folder: Path, report: Callable[[str], object]) -> DemoFacts:
         _train(folder, "resized", "one-rank", steps=BASE, ranks=1)
         store.ingest(work / "resized", run="on-one-rank")
         facts["other_ranks"] = same_arrays(store.compose(f"demo@{BASE}"), store.compose("on-one-rank"))
-        begin("gc", f"removing what is neither of the newest 3 commits nor of step {BASE}; demo-filter stays")
+        begin("gc", f"removing all but the newest 3 commits and step {BASE}; demo-filter stays")
         keep, before = Keep(last=3, every=BASE), _size_bytes(store.path)
         outcome = store.gc(keep, runs=["demo", "resumed", "on-one-rank"], grace_seconds=0)  # nobody else writes
         removed, is_sound = len(outcome.removed), store.verify(read_data=True).ok

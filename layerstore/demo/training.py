@@ -4,7 +4,7 @@ Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of th
     python -m torch.distributed.run --nproc-per-node 2 -m layerstore.demo.training STEPS OUT [CHECKPOINT ...]
 
 Trains to STEPS from each CHECKPOINT, or from the beginning. OUT gets every training's losses, and the saves of the
-first. A batch depends only on its step and rank, so the same step sees the same text, interrupted or not: that of the
+first. A batch depends only on its step and rank, so the same step sees the same text, interrupted or not: the
 sources of Python's standard library, byte by byte.
 """
 
@@ -38,7 +38,7 @@ def main(steps: str, out: str, *checkpoints: str) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     losses = []
     for number, checkpoint in enumerate(checkpoints or [""]):
-        engine = build_engine(seed=number + len(checkpoints))  # what resumes begins with weights that are not the run's
+        engine = build_engine(seed=number + len(checkpoints))  # a resume must not begin with the run's weights
         if checkpoint:
             engine.load_checkpoint(checkpoint)
             if engine.global_steps == 0:  # DeepSpeed only warns if it finds nothing, and would train from scratch
@@ -68,7 +68,7 @@ def build_engine(*, seed: int) -> Any:
 
 
 def train(engine: Any, *, steps: int, out: str | None) -> list[float]:
-    """Train *engine* to step *steps*; return the losses. DeepSpeed saves to *out*, what it has loaded, too."""
+    """Train *engine* to step *steps*; return the losses. DeepSpeed saves to *out*, also right after a resume."""
     import torch
     import torch.distributed as dist
 

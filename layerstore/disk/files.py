@@ -1,7 +1,7 @@
 """
-The seam to the operating system: every byte of a store's truth and of a composite goes through here.
+The seam to the operating system: every byte of a composite, and of a store's own data, goes through here.
 
-The index and the courtesy locks handle their own files, since losing those loses nothing.
+The index and the courtesy locks handle their own files, since losing them loses no data.
 
 There is one way to write durably: create a new file, write it, fsync it, link it under its name, fsync the folder.
 Nothing is ever written in place. Tests inject their faults at this seam.
@@ -50,7 +50,7 @@ _NO_EXCLUSIVE_RENAME = {errnos.EINVAL, errnos.ENOSYS, errnos.ENOTSUP}
 # two seconds, so a folder that was last changed before that will show its next change.
 _SETTLED_AFTER_NS = 3 * 10**9
 
-# What NFS and FUSE call a removed file until nobody has it open any more.
+# The names that NFS and FUSE give a removed file until nobody has it open any more.
 _REMOVED_WHILE_OPEN = re.compile(r"\.(nfs|fuse_hidden)[0-9a-f]+")
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -76,13 +76,13 @@ class Files:
         """
         Yield for as long as *path*, which must exist, may become visible late; each time, whether its folder lists it.
 
-        Nothing is late on a local disk, nor for a while after a search in vain.
+        Nothing is late on a local disk, and nothing is considered late for a while after a fruitless search.
         """
         kind = network_filesystem(path)
         if kind is None or time.monotonic() < self._nothing_late_before:
             return
         LOG.warning(
-            "%s is not there, which %s may say too long; looking again for up to %g s", path, kind, LATE_SECONDS
+            "%s is not there, or %s does not show it yet; looking again for up to %g s", path, kind, LATE_SECONDS
         )
         for _ in pauses():
             # When a folder is opened, the NFS client revalidates it and forgets which names it knew to be missing.
@@ -106,7 +106,7 @@ class Files:
                 raise _not_regular(path) from exc
             with mapped_errors(path, doing="open"):
                 raise
-        # Asked of the descriptor: the path may name something else by now.
+        # Ask the descriptor: the path may name something else now.
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             os.close(fd)
@@ -200,7 +200,7 @@ class Files:
                 return []
 
     def names_there(self, directory: Path) -> list[str]:
-        """Return the same without files that were removed while somebody had them open."""
+        """Return what `names` does, without files that were removed while somebody had them open."""
         return [
             name
             for name in self.names(directory)
@@ -238,7 +238,7 @@ class Files:
         """
         Make the folder *path*; return whether it was new.
 
-        Syncs the parent even if the folder existed: its maker may have died before the fsync. To make many folders,
+        Syncs the parent even if the folder existed: its creator may have died before the fsync. To make many folders,
         pass ``durable=False`` and sync once.
         """
         self._hook("mkdir", path)
@@ -301,7 +301,7 @@ class Files:
 
     def link_exclusive(self, source: Path, target: Path) -> bool:
         """
-        Link the file *source* as *target* too; return whether *target* was free.
+        Hard-link the file *source* as *target*; return whether *target* was free.
 
         A plain rename would silently replace what another writer published first. Without hard links, *source* is moved
         instead, with a no-replace rename.
@@ -312,11 +312,11 @@ class Files:
             return _renamed(source, target) if is_new is None else is_new
 
     def _linked(self, source: Path, target: Path) -> bool | None:
-        """Give the file *source* a second name; return whether it was free, None without hard links."""
+        """Hard-link *source* as *target*; return whether *target* was free, None if hard links are not supported."""
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as exc:
-            # On a network the link may succeed although its reply is lost or an error: then both names are one file.
+            # Over a network, a link may succeed although its reply is lost or an error: then both names are one file.
             one, other = self.look(source), self.look(target)
             if one is not None and other is not None and os.path.samestat(one, other):
                 return True
@@ -335,7 +335,7 @@ class Files:
 
     def move_folder(self, source: Path, target: Path) -> bool:
         """
-        Move the folder *source* to *target* unless something is there; return whether it was free.
+        Move the folder *source* to *target* unless something is there; return whether *target* was free.
 
         If the filesystem has no no-replace rename, *target* is made first: an ordinary rename replaces an empty folder,
         and fails once somebody has put something into it.
@@ -354,7 +354,7 @@ class Files:
             try:
                 source.rename(target)
             except OSError as exc:
-                # Not ours any more if somebody has put something into it.
+                # It stays if somebody has put something into it: it is not ours any more.
                 with contextlib.suppress(OSError):
                     target.rmdir()
                 if exc.errno not in {errnos.EEXIST, errnos.ENOTEMPTY, errnos.ENOTDIR}:
@@ -429,10 +429,10 @@ def _renamed(source: Path, target: Path) -> bool:
         if exc.errno not in _NO_EXCLUSIVE_RENAME:
             raise
         raise StorageIO(
-            f"cannot name a file {target}: this filesystem has no hard links, and no rename that refuses to replace",
+            f"cannot create {target}: this filesystem has no hard links, and no rename that refuses to replace",
             errno=errnos.ENOTSUP,
             filename=str(target),
-            hint="a store needs one of them; layerstore doctor tells what a filesystem has: choose another one",
+            hint="a store needs one of them: choose another filesystem; layerstore doctor shows what it supports",
         ) from exc
 
 
@@ -453,7 +453,7 @@ class Mount:
     kind: str
     options: tuple[str, ...]
     how: tuple[str, ...] = ()
-    """The mount options, such as those of NFS."""
+    """The filesystem's own mount options, such as those of NFS."""
 
     @property
     def is_network(self) -> bool:

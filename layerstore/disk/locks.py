@@ -26,7 +26,7 @@ from layerstore.json_text import parse_json
 from layerstore.limits import LOCK_DEADLINE_SECONDS
 from layerstore.redact import redacted
 
-# flock has no deadline of its own, so a waiting process asks again and again.
+# flock has no deadline of its own, so a waiting process polls.
 _POLL_SECONDS = 0.05
 _HINT = "wait for it to finish, or set LAYERSTORE_LOCK_TIMEOUT to more seconds"
 # Errors from filesystems without flock.
@@ -82,11 +82,11 @@ def lock(path: Path, *, what: str, deadline_seconds: float | None = None) -> Ite
 
 
 def _flocked(path: Path, stack: contextlib.ExitStack) -> int | None:
-    """Return *path*, open and locked until *stack* ends, or None if another process has it locked."""
+    """Return *path*, open and locked until *stack* ends, or None if another process holds the lock."""
     with contextlib.ExitStack() as attempt:
         fd = open_lock_file(path)
         attempt.callback(os.close, fd)
-        # None, a filesystem without flock, counts as locked: the work may then be done twice, which harms nothing.
+        # None, from a filesystem without flock, counts as success: the work may be done twice, which harms nothing.
         if try_flock(fd, path) is False:
             return None
         # Registered after os.close, so it runs first: the number may be another file's once it is closed.
@@ -130,7 +130,7 @@ def _holder_in(path: Path) -> str:
         holder = _introduced(path)
         return f"pid {holder['pid']} on {holder['host']} since {holder['since']} ({holder['command']})"
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process"  # half written, or anybody's text: the lock is held all the same
+        return "another process"  # half written, or somebody else's text; the lock is held anyway
 
 
 def _introduced(path: Path) -> Any:
@@ -143,9 +143,9 @@ def _introduced(path: Path) -> Any:
 
 
 def hosts_seen(folder: Path) -> dict[str, str]:
-    """Return the hosts that have held a lock in *folder*, as its files state, with the start of their latest lock."""
+    """Return the hosts that have held a lock in *folder*, according to its files, and when each last took one."""
     hosts: dict[str, str] = {}
-    # Shown by doctor only: a folder that cannot be listed shows no hosts.
+    # Only doctor shows them, so a folder that cannot be listed may yield none.
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # being written, or not a lock of ours
@@ -163,7 +163,7 @@ def host_name() -> str:
 def open_lock_file(path: Path) -> int:
     """Open the lock file *path*, creating it if needed."""
     with mapped_errors(path, doing="open the lock"):
-        # Writable: an NFS client locks a range of bytes instead, which an exclusive lock has to be able to write.
+        # Writable: an NFS client locks a range of bytes instead, and an exclusive range lock needs write access.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -212,7 +212,7 @@ def try_flock(fd: int, path: Path) -> bool | None:
 def _unlock(fd: int, pid: int) -> None:
     """Unlock *fd*, locked by the process *pid*; closing is not enough if a forked child has it open too."""
     if os.getpid() == pid:
-        with contextlib.suppress(OSError):  # closing the file will have to do
+        with contextlib.suppress(OSError):  # then only closing the file unlocks it
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 

@@ -29,7 +29,7 @@ Owner = TypeVar("Owner")
 Rest = ParamSpec("Rest")
 Answer = TypeVar("Answer")
 
-# A link may lead out of the store, and opening a fifo waits until somebody writes to it.
+# A link may lead out of the store, and opening a fifo blocks until somebody opens it for writing.
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -102,14 +102,14 @@ def _hint(number: int | None, path: Path) -> str | None:
     if number in {errnos.EACCES, errnos.EPERM}:
         return _access_problem(path)
     if number == errnos.ELOOP and path.is_symlink():
-        return f"remove {typed(str(path))} by hand, and find out who put it there; what is needed is made again"
+        return f"remove {typed(str(path))} by hand, and find out who put it there; it is created again when needed"
     if number == errnos.ENOSPC and _lacks_inodes(path):
         return _NO_INODES
     return None if number is None else _HINTS.get(number)
 
 
 def _lacks_inodes(path: Path) -> bool:
-    """Whether the filesystem of *path* has space, but can hold no more files; the system reports both alike."""
+    """Whether the filesystem of *path* has space, but no room for more files; the system's error is the same."""
     with contextlib.suppress(OSError):
         room = room_at(path.parent)
         return room.free_files == 0 and room.free_bytes > 0
@@ -124,8 +124,8 @@ def _access_problem(path: Path) -> str | None:
             needed_access = os.R_OK | os.W_OK | (os.X_OK if stat.S_ISDIR(state.st_mode) else 0)
             if not os.access(place, needed_access):
                 return (
-                    f"{place} is user {state.st_uid}'s, of group {state.st_gid}, with mode "
-                    f"{stat.S_IMODE(state.st_mode):04o}; you are user {os.geteuid()}. A store that several share wants "
+                    f"{place} belongs to user {state.st_uid} and group {state.st_gid}, with mode "
+                    f"{stat.S_IMODE(state.st_mode):04o}; you are user {os.geteuid()}. A store that several share needs "
                     "a common group, setgid folders and umask 002"
                 )
     return None
@@ -164,7 +164,7 @@ def again_while_stale(path: Path, attempt: Callable[[], Answer]) -> Answer:
         except OSError as exc:
             if exc.errno != errnos.ESTALE:
                 raise
-    return attempt()  # one last time: this error is the caller's
+    return attempt()  # one last time: the caller gets its error
 
 
 def again_if_stale(
@@ -186,7 +186,7 @@ def again_if_stale(
 
 def rename_exclusive(source: Path, target: Path) -> bool:
     """
-    Move *source* to *target* unless something is there, in one step; return whether it was free.
+    Move *source* to *target* unless something is there, in one step; return whether *target* was free.
 
     Raises:
         OSError: The system's error; EINVAL if the filesystem does not support this.
@@ -253,7 +253,7 @@ class NewFile:
 
     def _copy_some(self, source: "OpenFile", source_offset: int, offset: int, size_bytes: int) -> int:
         try:
-            # In steps, so that the disk starts writing before all is copied.
+            # In steps, so that the disk starts writing before everything is copied.
             count = os.copy_file_range(source.fd, self.fd, min(size_bytes, SYNC_AHEAD_BYTES), source_offset, offset)
         except OSError as exc:
             if exc.errno not in _COPY_UNSUPPORTED and exc.errno != errnos.ESTALE:  # ESTALE: reading reopens it
@@ -303,7 +303,7 @@ class NewFile:
     def close(self) -> None:
         """Close the file; twice is harmless."""
         if self.fd >= 0:
-            # Forgotten first: by a second close, the number may be another file's.
+            # Cleared first: by a second close, the number may be another file's.
             fd, self.fd = self.fd, -1
             with mapped_errors(self.path, doing="close"):
                 os.close(fd)
@@ -348,7 +348,7 @@ class OpenFile:
         return again_while_stale(self.path, lambda: os.preadv(self._opened_again(), [buffer], offset))
 
     def _opened_again(self) -> int:
-        """Reopen the file under its present descriptor, and return that."""
+        """Reopen the file under its current descriptor, and return the descriptor."""
         fd = os.open(self.path, READ_FLAGS)
         try:
             state = os.fstat(fd)
@@ -356,7 +356,7 @@ class OpenFile:
                 raise IntegrityError(
                     f"{self.path} was replaced by something else while it was read", path=str(self.path)
                 )
-            # Under the same number: others have been given it, and may be reading, too.
+            # Under the same number, since others hold it and may be reading, too.
             os.dup2(fd, self.fd, inheritable=False)
         finally:
             os.close(fd)
@@ -400,9 +400,9 @@ Item = TypeVar("Item")
 
 class Syncing:
     """
-    Syncs complete files and folders while their writer continues, or not at all unless *durable*. Thread-safe.
+    Syncs complete files and folders while their writer continues; unless *durable*, only closes files. Thread-safe.
 
-    An fsync takes a disk a millisecond, and several at once take no longer, so small files wait together.
+    An fsync takes a disk a millisecond, and several at once take no longer, so small files are synced together.
     """
 
     def __init__(self, *, durable: bool = True) -> None:
@@ -435,7 +435,7 @@ class Syncing:
 
     def close(self) -> None:
         """Close the pending files without syncing them."""
-        self._durable = False  # what is queued is then only closed: nobody will name it
+        self._durable = False  # queued files are then only closed: nothing will name them
         self._pool.shutdown()
 
     def _submit(self, work: Callable[[Item], None], item: Item) -> Future[None]:
@@ -450,7 +450,7 @@ class Syncing:
     def _wait(self, left_max: int) -> None:
         with self._guard:
             futures = [self._under_way.popleft() for _ in range(len(self._under_way) - left_max)]
-        # Not under the lock: others add files meanwhile.
+        # Not under the lock, so that others can add files in the meantime.
         for future in futures:
             future.result()
 

@@ -23,20 +23,20 @@ _spare: list[mmap.mmap] = []
 
 def bypass_cache(fd: int, on: bool) -> bool:
     """
-    Make writes to *fd* bypass the page cache, or no longer; return whether the filesystem supports it.
+    Make writes to *fd* bypass the page cache, or stop doing so; return whether the filesystem supports it.
 
-    When bypassing it, the address, offset and size of each write must be whole pages.
+    While they do, the address, offset and size of each write must be multiples of the page size.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
     except OSError:
-        return False  # tmpfs, for one, is nothing but cache
+        return False  # such as tmpfs, which is nothing but cache
     return True
 
 
 class Stream:
-    """Writes a file front to back: *past_cache*, a buffer at a time; otherwise as the data comes."""
+    """Writes a file front to back: a buffer at a time if *past_cache*, otherwise as the data comes."""
 
     def __init__(self, file: NewFile, *, past_cache: bool = True) -> None:
         self.file = file
@@ -63,7 +63,7 @@ class Stream:
             self._filled += count
             view = view[count:]
             if self._filled == STREAM_BYTES:
-                # Decided at the first full buffer: a file that never fills one belongs into the cache.
+                # Decided at the first full buffer: a file that never fills one belongs in the cache.
                 self._is_direct = self._is_direct or (not self._written and bypass_cache(self.file.fd, True))
                 self._flush(STREAM_BYTES)
 
@@ -77,7 +77,7 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Give the buffer back; calling it twice is harmless."""
+        """Return the buffer for reuse; closing twice is harmless."""
         if self._buffer is not None:
             if len(_spare) < _SPARE_MAX:
                 _spare.append(self._buffer)

@@ -1,8 +1,8 @@
 """
-Read boxes of a composite's tensors into memory: what a rank needs of them, and no more.
+Read boxes of a composite's tensors into memory: only what a rank needs of them.
 
-Bytes are checked before they count, 16 MiB at a time, each read once: straight to where they belong where a chunk is
-part of one tensor.
+Bytes are checked before they count, in chunks of 16 MiB, each read once: straight into its place if the chunk lies
+within one tensor.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ class Boxes:
         self._objects = {stored.ref: stored for version in versions for stored in version.objects}
         self._wanted: dict[BlobRef, list[_Wanted]] = {}
         self._others: list[_Wanted] = []
-        """What has to be computed: means, and what is coded."""
+        """Pieces that must be computed: means, and coded pieces."""
 
     def add(
         self,
@@ -45,7 +45,7 @@ class Boxes:
         offsets: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Let *target* be filled with the box at *offsets* of a tensor of *shape*, in its own order."""
+        """Add the box at *offsets* of a tensor of *shape*, which is to fill *target*, in the box's own order."""
         at, item_bytes = 0, by_code(dtype).bytes
         for first, elements in box_runs(shape, offsets, sizes):
             for piece in held_pieces(self._slices, held, dtype=dtype, offset=at, begin=first, end=first + elements):
@@ -58,7 +58,7 @@ class Boxes:
 
     def read(self) -> None:
         """
-        Read them all.
+        Read all boxes.
 
         Raises:
             IntegrityError: An object is damaged or missing.
@@ -75,7 +75,7 @@ class Boxes:
 
 
 def _read_object(repo: Repository, work: tuple[StoredObject, list[_Wanted]]) -> None:
-    """Read what is wanted of an object, in order."""
+    """Read the wanted pieces of an object, in order."""
     stored, wanted = work
     numbers = sorted({number for piece, _ in wanted for number in _chunks_of(piece)})
     stretches = [_bounds(stored, number) for number in numbers]
@@ -89,7 +89,7 @@ def _read_object(repo: Repository, work: tuple[StoredObject, list[_Wanted]]) -> 
             piece, target = wanted[first]
             skipped = begin - piece.object_offset
             is_within = skipped >= 0 and end <= piece.object_offset + piece.size_bytes
-            # Into its place before it is checked: if it is damaged, the whole load fails.
+            # Read into its place before the check: if the chunk is damaged, the whole load fails.
             chunk = target[skipped : skipped + end - begin] if is_within else buffer[: end - begin]
             file.read_into(chunk, begin)
             check_chunk(stored.ref, stored.chunks, number, [chunk])
@@ -98,7 +98,7 @@ def _read_object(repo: Repository, work: tuple[StoredObject, list[_Wanted]]) -> 
 
 
 def _scatter(chunk: memoryview, begin: int, wanted: Sequence[_Wanted], first: int) -> None:
-    """Copy from a *chunk* at *begin* what is *wanted* of it, which starts with the *first*."""
+    """Copy the *chunk* at *begin* into the *wanted* pieces that it overlaps, of which *first* is the first."""
     end = begin + len(chunk)
     for piece, target in wanted[first:]:
         if piece.object_offset >= end:

@@ -3,7 +3,7 @@ What a distributed state holds: parameters of the model, moments of the optimize
 
 DCP knows only keys and tensors. Names and shapes say the rest: below ``state.`` an optimizer has tensors that are named
 after parameters, and those of a parameter's own shape are its moments. Whatever is not understood is kept as a
-parameter under its whole key, so that nothing depends on a guess but what a layer is called.
+parameter under its whole key, so that only the names of layers depend on a guess.
 """
 
 import re
@@ -18,14 +18,14 @@ from layerstore.tree import Tree
 from layerstore.zero3.trees import STEP
 
 _USUAL = ("model.", "")
-"""What precedes the names of a model, if several prefixes would do."""
+"""The prefixes of a model's names that are preferred if several fit."""
 
 _OF_OPTIMIZER = re.compile(r"(?:^|\.)state\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """All entries of a state, each as what it is."""
+    """All entries of a state, by what they are."""
 
     tensors: Mapping[str, Held]
     """By key: the tensors that layers hold."""
@@ -36,7 +36,7 @@ class Contents:
     counters: Mapping[str, str]
     """By parameter: the key of the optimizer's count of its updates."""
     outside: frozenset[str]
-    """Parameters by name that the model has not: what else was in the state."""
+    """The names of parameters that are not the model's but were in the state too."""
 
     @classmethod
     def of(
@@ -48,9 +48,9 @@ class Contents:
         of_optimizer: Collection[str] | None = None,
     ) -> "Contents":
         """
-        Return what *entries* are, which come in the model's order.
+        Find out what each of *entries*, in the model's order, is.
 
-        A caller who knows more passes it: which keys are *aliases*, which parameters are *trained*, with moments or
+        A caller that knows more passes it: which keys are *aliases*, which parameters are *trained*, with moments or
         without, and which keys are *of_optimizer*.
         """
         aliases = _aliases(entries) if aliases is None else aliases
@@ -64,7 +64,7 @@ class Contents:
             # A single number is a step or a rate, unless it is surely a parameter.
             if entry.dtype is not None and key not in optimizer.owned and (entry.shape or (prefix and is_of_model)):
                 name = unwrapped(key.removeprefix(prefix)) if is_of_model else key
-                # Without prefix and wrappers, two keys may be one name.
+                # Without prefix and wrappers, two keys may have the same name.
                 while name in taken:
                     name = key if name != key and key not in taken else f"{name}_"
                 names[key] = name
@@ -94,7 +94,7 @@ class Contents:
         )
 
     def state(self, entries: Mapping[str, Entry], values: Mapping[str, Tree]) -> DcpState:
-        """Return what a commit keeps of *entries* beside its layers; *values* are by key."""
+        """Return what a commit keeps of *entries* apart from its layers; *values* are by key."""
         return DcpState(
             tensors={key: SavedTensor(path=entries[key].path, held=held) for key, held in self.tensors.items()},
             values={key: SavedValue(path=entries[key].path, tree=tree) for key, tree in values.items()},
@@ -104,10 +104,10 @@ class Contents:
 
 
 def _aliases(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the keys of tensors that share the bytes of another, each with that other's key."""
+    """Return the keys of tensors that share another tensor's bytes, each with the other's key."""
     first: dict[tuple[str, int], str] = {}
     aliases: dict[str, str] = {}
-    # Of several keys, one that says where the tensor is in the state.
+    # Of several keys, prefer the one that is the tensor's path in the state.
     for key, entry in sorted(entries.items(), key=lambda item: ".".join(map(str, item[1].path)) != item[0]):
         if entry.dtype is not None and entry.chunks:
             place = entry.chunks[0].file, entry.chunks[0].offset_bytes
@@ -124,16 +124,16 @@ def _parameter(name: str, entry: Entry, *, is_frozen: bool, aliases: Iterable[st
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """What optimizers have of the parameters of one model."""
+    """What optimizers keep for the parameters of one model."""
 
     prefix: str
-    """What precedes the names of the model's parameters."""
+    """The prefix of the names of the model's parameters."""
     moments: Mapping[str, tuple[str, str]]
     """By key: the key of the parameter, and the name of the state."""
     counters: Mapping[str, str]
     """By the key of a parameter: the key of its count of updates."""
     owned: Collection[str]
-    """The keys of moments, and of single numbers beside them."""
+    """The keys of moments, and of single numbers next to them."""
 
     @classmethod
     def among(cls, entries: Mapping[str, Entry], of_optimizer: Collection[str] | None) -> "_Moments":
@@ -167,7 +167,7 @@ def splits(key: str) -> Iterator[tuple[str, str]]:
 
 
 def _prefix_of(names: Collection[str], keys: Collection[str]) -> str:
-    """Return what precedes most of *names* among *keys*."""
+    """Return the prefix of most of *names* among *keys*."""
     counts: dict[str, int] = {}
     known = set(names)
     for key in keys:
@@ -185,7 +185,7 @@ def _tails(key: str) -> Iterator[tuple[str, str]]:
 
 
 def _model_prefix(entries: Mapping[str, Entry]) -> str:
-    """Return what precedes the model's names where there is no optimizer: what it was nested in."""
+    """Return the prefix of the model's names if there is no optimizer: the key that the model was nested in."""
     tops = {entry.path[0] for entry in entries.values() if entry.dtype is not None and len(entry.path) > 1}
     return next((f"{top}." for top in ("model", *_single(tops)) if top in tops), "")
 

@@ -19,7 +19,7 @@ from layerstore.tree import Global, Inert, Size, Tree
 from layerstore.zero3.pt import MEMORY_FORMAT, OF_DCP_METADATA, read_pickle, write_pickle
 
 DATA_SUFFIX = ".distcp"
-"""Of the files with tensors."""
+"""The suffix of files with tensors."""
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _METADATA = f"{_CLASSES}.Metadata"
@@ -32,7 +32,7 @@ _STORAGE_META = f"{_CLASSES}.StorageMeta"
 _PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _GET_LAYOUT = "torch.serialization._get_layout"
 _DICT = "builtins.dict"
-"""We write the map of places as a call with pairs: its keys are objects, which no node of a tree can be."""
+"""We write the map of places as a call with pairs: its keys are objects, which cannot be keys in a tree."""
 
 _KNOWN = frozenset(
     {
@@ -53,7 +53,7 @@ _KNOWN = frozenset(
         *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
     }
 )
-# That of torch's own writer, CURRENT_DCP_VERSION.
+# The version that torch's own writer states: CURRENT_DCP_VERSION.
 _VERSION = "1.0.0"
 
 
@@ -62,10 +62,10 @@ class Chunk:
     """A box of a tensor's elements, or a value that is not a tensor, and its archive."""
 
     offsets: tuple[int, ...]
-    """Its first element, by dimension."""
+    """The index of its first element, by dimension."""
     sizes: tuple[int, ...]
     file: str
-    """Below the checkpoint's folder."""
+    """Its path below the checkpoint's folder."""
     offset_bytes: int
     size_bytes: int
 
@@ -75,7 +75,7 @@ class Entry:
     """One tensor, or one value that is not a tensor."""
 
     key: str
-    """What readers ask for."""
+    """The key that readers ask for."""
     path: KeyPath
     """Where it is in the nested state that was saved."""
     dtype: str | None
@@ -163,7 +163,7 @@ _Box = tuple[Size, Size]
 
 
 def _steps(path: Tree) -> KeyPath:
-    """Return *path* if it is one, else an empty one."""
+    """Return *path* if it is a path, else an empty path."""
     steps = path if isinstance(path, tuple) else ()
     return tuple(step for step in steps if isinstance(step, str | int))
 
@@ -178,7 +178,7 @@ class _MetadataReader:
         whole = self._fields(tree, _METADATA)
         paths = whole.get("planner_data")
         places = dict(self._places(whole.get("storage_data")))
-        # Tensors come rank by rank; the places in the nested state, as that has them.
+        # Tensors come rank by rank, but the paths in the order of the nested state.
         order = {key: number for number, key in enumerate(paths)} if isinstance(paths, dict) else {}
         described_by = self._map(whole.get("state_dict_metadata"))
         for key, described in sorted(described_by.items(), key=lambda item: order.get(item[0], len(order))):
@@ -195,7 +195,7 @@ class _MetadataReader:
             yield Entry(key=key, path=_steps(path) or (key,), dtype=dtype, shape=shape, chunks=tuple(chunks))
 
     def _tensor(self, node: Tree) -> "tuple[str | None, tuple[int, ...], list[_Box | None]]":
-        """Return the element type, the shape and the boxes of a tensor; a value that is none has one box, None."""
+        """Return the element type, the shape and the boxes of a tensor; any other value has one box, None."""
         if isinstance(node, Inert) and node.name == _BYTES:
             return None, (), [None]
         fields = self._fields(node, _TENSOR)
@@ -227,7 +227,7 @@ class _MetadataReader:
             offset, tensor_name = index.get("offset"), index.get("fqn")
             if not isinstance(tensor_name, str) or not isinstance(offset, Size | None):
                 raise self._unlike("an index")
-            # The index in it is torch's hint for its own search; it finds them by these two as well.
+            # The number in an index is only a hint for torch's own search: name and offset are enough.
             yield (tensor_name, offset), self._fields(value, _PLACE)
 
     def _index(self, node: Tree) -> dict[Tree, Tree]:

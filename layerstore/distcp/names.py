@@ -1,9 +1,9 @@
 """
-What a composite is called in a distributed checkpoint: every tensor and value of it, under all keys.
+The keys of a composite's tensors and values in a distributed checkpoint.
 
-A commit that DCP made has the keys that it was saved under. One of DeepSpeed gets those of
-``torch.distributed.checkpoint.state_dict.get_state_dict``, nested and flattened, below ``model`` and ``optim``, and the
-ones that torchtitan and the HF Trainer give the same. Weights are the fp32 masters.
+A commit saved by DCP keeps its keys. A commit saved by DeepSpeed gets the keys of
+``torch.distributed.checkpoint.state_dict.get_state_dict``, nested and flattened, below ``model`` and ``optim``, and
+those that torchtitan and the HF Trainer use for the same tensors. Its weights are the fp32 masters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Named:
     path: KeyPath
     """Where it is in the nested state."""
     keys: tuple[str, ...]
-    """What readers ask for: several for tied parameters, and for what trainers call otherwise."""
+    """The keys that readers ask for: several for tied parameters, and where trainers use other names."""
     dtype: str | None
     """Code of the element type; None for a value that is not a tensor."""
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Named:
 
     @classmethod
     def of_value(cls, path: KeyPath, keys: tuple[str, ...], value: Tree) -> "Named":
-        """Return what is called *keys* and no layer holds."""
+        """Return *value*, which no layer holds, under *keys*."""
         if isinstance(value, Tensor):
             return cls(path=path, keys=keys, dtype=value.storage.dtype, shape=tuple(value.shape), value=value)
         return cls(path=path, keys=keys, dtype=None, shape=(), value=value)
@@ -70,7 +70,7 @@ def names_of(
     Step counters are the base's, or each layer's own.
 
     Raises:
-        LayoutMismatch: The base has no moments, or moments of no one parameter; or a layer has no step of its own.
+        LayoutMismatch: The base has no moments, or moments of no single parameter; or a layer has no step of its own.
     """
     base = composition.base
     check_has_moments(base)
@@ -118,7 +118,7 @@ def _of_dcp(
 
 
 def _dtype(slices: Slices, held: Held, shape: tuple[int, ...], *, default: str) -> str:
-    """Return the element type of a tensor; *default* is that of one without elements."""
+    """Return the element type of a tensor; *default* is for a tensor without elements."""
     return slices.dtype(held.kind, held.name, state=held.state) if prod(shape) else default
 
 
@@ -156,7 +156,7 @@ def _named_tensor(  # noqa: PLR0917  # all of one tensor
 
 
 def _of_optimizer(optimizer: OptimizerState) -> Iterator[Named]:
-    """Yield everything that is not as large as a parameter."""
+    """Yield everything of the optimizer that is not as large as a parameter."""
     for state, value, names in optimizer.alike():
         for name in names:
             yield Named.of_value(*_optimizer_names("state", unwrapped(name), state), value)
@@ -176,6 +176,6 @@ def _model_names(name: str, tied: Iterable[str] = ()) -> tuple[KeyPath, tuple[st
 
 
 def _optimizer_names(*path: str | int, flat: Iterable[str] = ()) -> tuple[KeyPath, tuple[str, ...]]:
-    """Return the path below the optimizer, and all keys; *flat* are those that flattening gives it."""
+    """Return the path below the optimizer, and all keys; *flat* are the keys after flattening."""
     keys = [".".join(map(str, path)), *flat]
     return (_OPTIMIZER, *path), tuple(f"{prefix}.{key}" for key in keys for prefix in (_OPTIMIZER, *_OPTIMIZER_ALIASES))

@@ -1,8 +1,8 @@
 """
 Ingest a PyTorch distributed checkpoint onto a base commit of the same model.
 
-It holds masters and moments. All else that DeepSpeed needs is the base's, counted on by the updates since (see
-``advance``). Slices are cut for as many ranks as the base has, from whatever chunks the folder has.
+The checkpoint holds masters and moments. All else that DeepSpeed needs comes from the base, advanced by the updates
+since (see ``advance``). Slices are cut for as many ranks as the base has, from whatever chunks the folder has.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -58,7 +58,7 @@ from layerstore.zero3 import (
 from layerstore.zero3.trees import STEP
 
 _USUAL = ("model.", "optim.")
-"""What the folder puts before names, if it is as PyTorch's own examples write it."""
+"""The prefixes of names in a folder that was written as in PyTorch's own examples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,10 @@ class DcpCheckpoint:
     """A distributed checkpoint that was read onto a base."""
 
     checkpoint: Checkpoint
-    """As if it was of DeepSpeed; its slices name tensors instead of files."""
+    """As if DeepSpeed had saved it; its slices name tensors instead of files."""
     _wanted: Mapping[Path, Wanted]
     _files: Mapping[str, Path]
-    """Files of the folder that take the place of the base's, by their path there."""
+    """Files of the folder that replace files of the base, by path in the base."""
     _updates_since: UpdatesSince
     _base: CommitRecord
     _world_sizes: Mapping[str, int]
@@ -86,7 +86,7 @@ class DcpCheckpoint:
         moments: bool = True,
         compact: CompactLayers = NONE_COMPACT,
     ) -> Content:
-        """Stage what `layerstore.ingest.transfer` stages of a checkpoint of DeepSpeed; raises as it does."""
+        """Stage what `layerstore.ingest.transfer` stages of a DeepSpeed checkpoint; raises as it does."""
         return stage(
             self.checkpoint,
             self._wanted,
@@ -103,10 +103,10 @@ class DcpCheckpoint:
     def _states(
         self, staging: Staging, writer: ObjectWriter, versions: Mapping[str, BlobRef]
     ) -> tuple[tuple[BlobRef, ...], list[str]]:
-        """Stage the ranks' states; return them, and a note if files do not fit the weights any more."""
+        """Stage the ranks' states; return them, and a note if the new weights made files stale."""
         states = self.checkpoint.states
         if self._updates_since.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
-            # Nothing has happened since: it is the base's own save.
+            # Nothing was updated since: this is the base's own save.
             self._claim([*self._base.states, *(ref for state in states for ref in objects_of_state(state))], writer)
             return self._base.states, []
         paths = {file.path for state in states for file in state.files} | {
@@ -133,7 +133,7 @@ class DcpCheckpoint:
         return staging.whole_state(moved)
 
     def _claim(self, refs: Iterable[BlobRef], writer: ObjectWriter) -> None:
-        """Claim what is named of the base, which a collection must not take meanwhile; Overtaken if one has."""
+        """Claim *refs*, which the base names, so that no collection removes them; raise Overtaken if one has."""
         for ref in refs:
             if not writer.reuse(ref):
                 raise Overtaken(
@@ -147,11 +147,11 @@ class DcpCheckpoint:
 
 def read_dcp(repo: Repository, path: Path, base: Resolved, *, follow: bool = False) -> DcpCheckpoint:
     """
-    Read the checkpoint of FSDP in the folder *path* onto *base*; links in it are followed only with *follow*.
+    Read the FSDP checkpoint in the folder *path* onto *base*; links in it are followed only with *follow*.
 
     Raises:
         SourceCheckpoint: It is incomplete, damaged or untrusted.
-        LayoutMismatch: It is of another model or optimizer than *base*, or older.
+        LayoutMismatch: It has another model or optimizer than *base*, or is older.
     """
     return _Reading(repo, open_folder(path, follow=follow), base).checkpoint()
 
@@ -174,7 +174,7 @@ class _Reading:
             self._states.setdefault(name, []).append(state)
         if WITHOUT_MOMENTS in base.record.flags or not self._states:
             raise LayoutMismatch(
-                f"{self._called} has no optimizer moments: what a folder's are is not known",
+                f"{self._called} has no optimizer moments: those of a folder cannot be identified",
                 hint="choose a base with moments: an earlier or later save of the same training",
             )
         moments = [f"state.{unwrapped(name)}.{state}" for name, states in self._states.items() for state in states]
@@ -188,7 +188,7 @@ class _Reading:
         trained = list(self._states)
         counts = {name: self._count(name) for name in trained}
         updates_since = since(states[0], counts, self._settings(trained), later="the folder", earlier="the base")
-        # First: looking tensors up fills what is checked and noted below.
+        # First: looking up tensors fills `folder.checks` and `_wanted`, which are used below.
         layers = tuple(self._layer(version, counts) for version in self._versions)
         kept = [file for state in states for file in state.files if not is_stale(file.path)]
         files = {file.path: folder.path / file.path for file in kept if self._has_its_own(file)}
@@ -224,7 +224,7 @@ class _Reading:
         )
 
     def _has_its_own(self, file: SourceFile) -> bool:
-        """Whether the folder has another file of the same name; what an export has put there is the base's."""
+        """Whether the folder has a different file of the same name; a file that an export put there is the base's."""
         path = self._folder.path / file.path
         if not path.is_file():
             return False
@@ -236,8 +236,8 @@ class _Reading:
     def _notes(self, updates_since: UpdatesSince, paths: set[str]) -> Iterator[str]:
         if updates_since.updates:
             yield (
-                f"everything but weights and moments is of {self._called}, such as random states and the loss scale; "
-                f"steps, and a schedule that DeepSpeed keeps, are counted on by {updates_since.updates}"
+                f"everything but weights and moments comes from {self._called}, such as random states and loss scale; "
+                f"steps, and a schedule that DeepSpeed keeps, are advanced by {updates_since.updates}"
             )
             beside = sorted({path for path in paths if path.rpartition("/")[2] in SCHEDULES})
             if beside:
@@ -254,7 +254,7 @@ class _Reading:
     # -- names -----------------------------------------------------------------------------------------------------
 
     def _prefix(self, names: Collection[str], what: str) -> str:
-        """Return what the folder puts before all of *names*; if it has several, the usual one, or the shortest."""
+        """Return the prefix that the folder puts before all of *names*; of several, the usual one, or the shortest."""
         keys = self._folder.entries.keys()
         first = next(iter(names), "")
         prefixes = {key.removesuffix(first) for key in keys if key.endswith(first)}
@@ -266,7 +266,7 @@ class _Reading:
         lost = missing[0] if missing else first
         raise LayoutMismatch(
             f"{self._folder.path} has no {what} {lost!r}, which {self._called} has; nothing was ingested",
-            hint="is it of the same model and optimizer, saved as a whole? --onto takes a commit of that model",
+            hint="is it the same model and optimizer, saved as a whole? use --onto with a commit of that model",
         )
 
     def _check_nothing_else(self, names: set[str]) -> None:
@@ -276,12 +276,12 @@ class _Reading:
         }
         for key, entry in self._folder.entries.items():
             name = key.removeprefix(self._model)
-            is_alias = ".".join(map(str, entry.path)) != key  # as in our own folders, which have several names for one
+            is_alias = ".".join(map(str, entry.path)) != key  # as in our own folders: several keys for a tensor
             is_of_model = self._model and key.startswith(self._model) and entry.dtype is not None and not is_alias
             if is_of_model and name not in known:
                 raise LayoutMismatch(
-                    f"{self._folder.path} has a tensor {name!r}, which {self._called} has not; nothing was ingested",
-                    hint="--onto takes a commit of the same model",
+                    f"{self._folder.path} has a tensor {name!r}, which {self._called} lacks; nothing was ingested",
+                    hint="use --onto with a commit of the same model",
                 )
 
     # -- the optimizer ---------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class _Reading:
     # -- layers ----------------------------------------------------------------------------------------------------
 
     def _layer(self, version: LayerVersion, counts: Mapping[str, int | None]) -> LayerSource:
-        """Return a layer like *version*, cut as that is, with the folder's tensors."""
+        """Return a layer like *version*, cut the same way, with the folder's tensors."""
         objects: dict[tuple[Kind, int, int], list[SliceSource]] = {}
         for parameter in version.parameters:
             for kind, state in self._kinds_kept(parameter):
@@ -334,7 +334,7 @@ class _Reading:
         )
 
     def _kinds_kept(self, parameter: Parameter) -> Iterator[tuple[Kind, str]]:
-        """Yield what is kept of a parameter: its master and its moments, or its weights if it has none."""
+        """Yield what is kept of a parameter: its master and its moments, or its weights if it has no master."""
         if not self._slices.shards(Kind.MASTER, parameter.name):
             yield Kind.WEIGHTS, ""
             return
@@ -346,7 +346,7 @@ class _Reading:
         bare = unwrapped(described.name)
         key = f"{self._optimizer}state.{bare}.{state}" if state else self._model + bare
         dtype = self._slices.dtype(kind, described.name, state=state)
-        # The path of no file: it names a tensor to the reader, which looks for it in `wanted`.
+        # Not the path of a file: it names a tensor, which the reader looks up in `wanted`.
         path = self._folder.path / key
         if path not in self._wanted:
             self._wanted[path] = self._checked(kind, key, described, dtype)
@@ -367,7 +367,7 @@ class _Reading:
             shapes = ["×".join(map(str, shape)) or "a scalar" for shape in (tensor.shape, described.shape)]
             raise LayoutMismatch(
                 f"{key!r} of {self._folder.path} is {shapes[0]}, in {self._called} {shapes[1]}; nothing was ingested",
-                hint="--onto takes a commit of the same model",
+                hint="use --onto with a commit of the same model",
             )
         is_kept = kind in {Kind.MASTER, Kind.OPTIMIZER}
         if tensor.dtype != dtype and (is_kept or not can_convert(tensor.dtype, dtype)):

@@ -1,7 +1,7 @@
 """
-Plan a save of DCP: which rank writes which objects, from the boxes that DCP has handed out.
+Plan a DCP save: which rank writes which objects, from the boxes that DCP has assigned to ranks.
 
-The slices of a parameter are counted in its own order, whichever rank writes them. So a mesh whose replicas share the
+The slices of a parameter are numbered in its own order, whichever rank writes them. So a mesh whose replicas share the
 work makes the same slices as one without replicas, and two ranks may each write a part of one shard of a layer.
 """
 
@@ -29,7 +29,7 @@ class Item:
 
     rank: int
     number: int
-    """Its place among those of the rank."""
+    """Its position among the rank's items."""
     key: str
     dtype: str | None
     """Code of the element type; None for a value."""
@@ -39,7 +39,7 @@ class Item:
 
     @property
     def path(self) -> Path:
-        """What slices name it by; the rank finds it again by that."""
+        """The path by which slices name it, and by which the rank finds it again."""
         return Path(str(self.number))
 
 
@@ -71,12 +71,12 @@ def plan_save(
     of_optimizer: Collection[str] | None = None,
 ) -> PlannedSave:
     """
-    Plan a save of *items* on *world_size* ranks, whose layers *pattern* may name.
+    Plan a save of *items* on *world_size* ranks; *pattern* may name the layers.
 
-    *paths* lead to each key in the nested state, in the order of that. *aliases*, *trained* and
+    *paths* lead to each key in the nested state, in its order. *aliases*, *trained* and
     *of_optimizer* are for `Contents`.
     """
-    # Ranks pass their items in any order; layers, parameters and values keep that of the state.
+    # Ranks pass their items in any order; layers, parameters and values keep the order of the state.
     order = {key: number for number, key in enumerate(paths)}
     items = sorted(items, key=lambda item: order.get(item.key, len(order)))
     entries = {item.key: _entry(item, paths.get(item.key, ())) for item in items}
@@ -140,8 +140,8 @@ def _keys_by_name(contents: Contents) -> dict[str, list[str]]:
 
 
 def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSource]]:
-    """Yield the *boxes* of a tensor as slices: as runs of elements if all of them are."""
-    # Two of its runs are enough to know that a box is not one run.
+    """Yield the *boxes* of a tensor as slices: as runs of elements if every box is one run."""
+    # Two runs of a box are enough to know that it is not a single run.
     runs = [[*islice(box_runs(item.shape, item.offsets, item.sizes), 2)] for item in boxes]
     are_runs = all(len(runs_of_box) == 1 for runs_of_box in runs)
     for item, (first, *_) in zip(boxes, runs, strict=True):

@@ -22,7 +22,7 @@ from layerstore.zero3.pt import Pickles, read_section
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRun:
-    """Elements of a tensor, counted in its flat order, that lie together in a file."""
+    """Elements of a tensor, consecutive in its flat order, that are contiguous in a file."""
 
     first: int
     elements: int
@@ -74,9 +74,9 @@ class DcpFolder:
 
     def __init__(self, path: Path, pickles: Pickles | None = None, *, follow: bool = False) -> None:
         """
-        Read the metadata of *path* or, as Accelerate keeps model and optimizer apart, of each folder in it.
+        Read the metadata of *path* or, since Accelerate keeps model and optimizer apart, of each folder in it.
 
-        *path* has no links in it; those inside are followed only with *follow*.
+        *path* itself goes through no links; links in the folder are followed only with *follow*.
 
         Raises:
             SourceCheckpoint: There is none, or it is damaged, or a link.
@@ -84,7 +84,7 @@ class DcpFolder:
         self.path = path
         self._follow = follow
         self.metadata = [self.allowed(file) for file in _metadata_files(path)]
-        """The files that say what there is."""
+        """The metadata files."""
         self.entries: dict[str, Entry] = {}
         for file in self.metadata:
             below = file.parent.relative_to(path)
@@ -94,7 +94,7 @@ class DcpFolder:
                 chunks = tuple(replace(chunk, file=(below / chunk.file).as_posix()) for chunk in entry.chunks)
                 self.entries[key] = replace(entry, chunks=chunks)
         self.checks: list[tuple[str, Located]] = []
-        """Name and position of all tensors' bytes that were looked up, with the checksum that they must have."""
+        """For each tensor that was looked up: its name, and the position and expected checksum of its bytes."""
         self._pickles = pickles or Pickles()
 
     def allowed(self, path: Path) -> Path:
@@ -109,10 +109,10 @@ class DcpFolder:
         return {self.path / chunk.file for entry in self.entries.values() for chunk in entry.chunks}
 
     def value(self, key: str) -> Tree:
-        """Return a value that is not a tensor, or a scalar, whose storage points into its file."""
+        """Return a value that is not a tensor, or a scalar tensor, whose storage points into its file."""
         entry = self.entries[key]
         if len(entry.chunks) != 1:
-            raise damaged(self.path, f"{key!r} should lie in one piece, and lies in {len(entry.chunks)}")
+            raise damaged(self.path, f"{key!r} should be in one chunk, but is in {len(entry.chunks)}")
         return self._content(entry, 0)
 
     def tensor(self, key: str) -> FlatTensor:
@@ -129,7 +129,7 @@ class DcpFolder:
         end = 0
         for run in runs:
             if run.first != end:
-                raise damaged(self.path, f"the chunks of {key!r} overlap, or leave something out, at element {end}")
+                raise damaged(self.path, f"the chunks of {key!r} overlap or leave a gap at element {end}")
             end += run.elements
         if end != prod(entry.shape):
             raise damaged(self.path, f"the chunks of {key!r} hold {end} elements of {prod(entry.shape)}")
@@ -148,14 +148,14 @@ class DcpFolder:
             offset = located.offset_bytes + tensor.offset * item
             for first, elements in box_runs(entry.shape, chunk.offsets, chunk.sizes):
                 count += 1
-                # A chunk of a few columns is a run for each row: what a file claims must not fill the memory.
+                # A chunk of a few columns has a run for each row: a file's claims must not fill the memory.
                 if count > RENAMED_RUNS_MAX:
                     raise Unsupported(f"{self.path}: {entry.key!r} lies in more than {RENAMED_RUNS_MAX} pieces")
                 yield FileRun(first=first, elements=elements, path=located.path, offset_bytes=offset)
                 offset += elements * item
 
     def _content(self, entry: Entry, number: int) -> Tree:
-        """Return what lies in a chunk."""
+        """Return the content of a chunk."""
         chunk = entry.chunks[number]
         with open_source(self.allowed(self.path / chunk.file)) as source:
             section = read_section(source, chunk.offset_bytes, chunk.size_bytes, self._pickles)

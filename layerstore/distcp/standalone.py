@@ -1,7 +1,7 @@
 """
-Ingest a PyTorch distributed checkpoint by itself: nothing of DeepSpeed is known, and nothing is needed.
+Ingest a PyTorch distributed checkpoint by itself: nothing from DeepSpeed is known or needed.
 
-Tensors are cut into slices while they are read, into as few as keep objects small. All else becomes one state.
+Tensors are cut into slices while they are read, as few as keep objects small. All else becomes one state.
 """
 
 import re
@@ -51,11 +51,11 @@ class StandaloneCheckpoint:
     """A distributed checkpoint that was read by itself."""
 
     checkpoint: Checkpoint
-    """As if it was of DeepSpeed; its slices name tensors instead of files."""
+    """As if DeepSpeed had saved it; its slices name tensors instead of files."""
     _wanted: Mapping[Path, Wanted]
     _state: DcpState
     _beside: tuple[Path, ...]
-    """Small files that lie in the folder, which are kept byte for byte."""
+    """Other small files in the folder, which are kept byte for byte."""
 
     def transfer(
         self,
@@ -68,7 +68,7 @@ class StandaloneCheckpoint:
         moments: bool = True,
         compact: CompactLayers = NONE_COMPACT,
     ) -> Content:
-        """Stage what `layerstore.ingest.transfer` stages of a checkpoint of DeepSpeed; raises as it does."""
+        """Stage what `layerstore.ingest.transfer` stages of a DeepSpeed checkpoint; raises as it does."""
         del repo
         return stage(
             self.checkpoint,
@@ -109,12 +109,12 @@ def read_standalone(
     follow: bool = False,
 ) -> StandaloneCheckpoint:
     """
-    Read the checkpoint of DCP in the folder *path*, as step *step* if it does not say its own.
+    Read the DCP checkpoint in the folder *path*, as step *step* if given, else as the step that it states.
 
     Raises:
         SourceCheckpoint: It is incomplete, damaged or untrusted.
         Unsupported: It has values of classes that are not known.
-        InvalidInput: It says no step, and none was given.
+        InvalidInput: It states no step, and none was given.
     """
     folder = open_folder(path, allowed_globals=allowed_globals, follow=follow)
     contents = Contents.of(folder.entries)
@@ -148,17 +148,17 @@ def read_standalone(
 def _counts(contents: Contents, values: Mapping[str, Tree]) -> dict[str, int]:
     """Return how many updates each parameter has had, where that is known."""
     counts = {name: number_of(values[key]) for name, key in contents.counters.items()}
-    # The bounds also keep out NaN and infinities, which int() does not take.
+    # The bounds also keep out NaN and infinities, which int() refuses.
     return {name: int(count) for name, count in counts.items() if count is not None and 0 <= count < STEP_MAX}
 
 
 def _step(folder: DcpFolder, values: Mapping[str, Tree], counts: Collection[int], *, given: int | None) -> int:
-    """Return the trainer's step: its own file's, a value's, or how often the optimizer has updated the model."""
+    """Return *given*, or the trainer's step: its own file's, a value's, or the optimizer's number of updates."""
     path = folder.path / TRAINER_STATE
     stated = step_of_trainer(path) if path.is_file() else None
     if stated is None:
         numbers = (number_of(values[key]) for key in _STEP_KEYS if key in values)
-        # Also false for NaN and infinities, which int() does not take.
+        # Also false for NaN and infinities, which int() refuses.
         whole = (int(number) for number in numbers if number is not None and number % 1 == 0)
         stated = next(whole, max(counts, default=None))
     if given is None and stated is None:
@@ -195,7 +195,7 @@ class _Cut:
         self.shards = max(1, -(-max(self._sizes().values(), default=0) // SLICED_BYTES))
 
     def _sizes(self) -> dict[tuple[str, Kind], int]:
-        """Return the size of each object if nothing was cut."""
+        """Return the size that each object would have uncut."""
         sizes: dict[tuple[str, Kind], int] = {}
         for held, path in (held_tensor for tensors in self._by_name.values() for held_tensor in tensors):
             tensor, place = self.wanted[path].tensor, (layer_of(held.name, pattern=self._pattern), held.kind)

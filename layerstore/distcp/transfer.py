@@ -36,12 +36,12 @@ class Wanted:
     tensor: FlatTensor
     dtype: str
     is_rounded: bool = False
-    """Whether values that it cannot hold are rounded, as a buffer's are, and not refused."""
+    """Whether values that *dtype* cannot hold are rounded, as a buffer's are, instead of refused."""
 
 
 Versions = Mapping[str, BlobRef]
 StageStates = Callable[[Staging, ObjectWriter, Versions], tuple[tuple[BlobRef, ...], Sequence[str]]]
-"""Stages what is not a layer; returns that, and notes for the user."""
+"""Stages everything that is not a layer; returns its states, and notes for the user."""
 
 
 def stage(
@@ -58,7 +58,7 @@ def stage(
     compact: CompactLayers = NONE_COMPACT,
 ) -> Content:
     """
-    Stage the layers of *checkpoint* that are *due*, whose slices name the *wanted* tensors, and what is not a layer.
+    Stage the layers of *checkpoint* that are *due*, whose slices name the *wanted* tensors, and all else.
 
     *world_sizes* says how many slices each layer is cut into. Raises as `layerstore.ingest.transfer` does.
     """
@@ -93,10 +93,10 @@ def stage(
             )
             for layer, objects in zip(layers, staged, strict=True)
         }
-        # Before the checksums, too: it reads files of the folder.
+        # Before the checksums are checked: this reads files of the folder too.
         states, notes = stage_states(staging, writer, versions)
         checksums.check(checkpoint.checks, files)
-    # Last: had a trainer written to the folder while it was read, the layers could be of two saves.
+    # Last: had a trainer written to the folder while it was read, the layers could be from two saves.
     check_unchanged(checkpoint.found)
     return Content(
         versions=versions,
@@ -117,7 +117,7 @@ def _staged(staging: Staging, compact: CompactLayers, layer: str, source: Object
 
 
 class _TensorReader:
-    """Reads tensors of the folder by name, as the store keeps them, and files of it by their path."""
+    """Reads the folder's tensors by the paths that name them, in the store's types, and its files by their paths."""
 
     def __init__(self, wanted: Mapping[Path, Wanted], files: SourceReader, checksums: Checksums) -> None:
         self._wanted = wanted
@@ -125,7 +125,7 @@ class _TensorReader:
         self._checksums = checksums
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
-        """Yield bytes of a tensor, or of a file, in order; each chunk is valid until the next one is asked for."""
+        """Yield bytes of a tensor, or of a file, in order; each chunk is valid until the next one is requested."""
         wanted = self._wanted.get(path)
         if wanted is None:
             yield from self._files.chunks(path, offset, size_bytes)
@@ -134,13 +134,13 @@ class _TensorReader:
         for run in wanted.tensor.stretch(offset // item, size_bytes // item):
             position = run.offset_bytes
             for data in self._files.chunks(run.path, position, run.elements * by_code(wanted.tensor.dtype).bytes):
-                # Of the bytes as the file has them: the folder's checksums are of those, not of what is kept.
+                # Note the bytes as they are in the file: the folder's checksums are of those, not of converted bytes.
                 self._checksums.note(run.path, position, len(data), crc32(data))
                 position += len(data)
                 yield _exactly(wanted, data)
 
     def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
-        """Fill each buffer with the bytes of its place."""
+        """Fill each buffer with the bytes at its place."""
         for path, offset, buffer in places:
             begin = 0
             for data in self.chunks(path, offset, len(buffer)):

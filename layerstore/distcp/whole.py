@@ -17,11 +17,11 @@ from layerstore.zero3 import distributed_at, refuse_file_per_rank, refuse_pointe
 from layerstore.zero3.pt import Pickles, read_pt
 
 _TOPS = {FSDP_MODEL: "model", FSDP_OPTIMIZER: "optim"}
-"""Below what their contents are, as in a distributed checkpoint."""
+"""The key below which a distributed checkpoint would have the contents of each."""
 
 
 class WholeFolder(DcpFolder):
-    """Such a checkpoint on disk, as if it was a distributed one in which each tensor is one chunk."""
+    """Such a checkpoint on disk, as if it were a distributed checkpoint in which each tensor is one chunk."""
 
     def __init__(self, path: Path, pickles: Pickles, *, follow: bool = False) -> None:
         """
@@ -49,10 +49,10 @@ class WholeFolder(DcpFolder):
         if key in self.entries:
             raise damaged(self.path / file, f"it has {key!r} twice")
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        # Where its storage lies: tensors in one place are one.
+        # Where its storage lies: tensors at the same place are the same tensor.
         place = value.storage.content if isinstance(value, Tensor) else None
         offset = place.offset_bytes if isinstance(place, Located) else 0
-        # Its size is never asked for: the tree is here already.
+        # The chunk's size is never used: the tree is here already.
         chunk = Chunk(offsets=(0,) * len(shape), sizes=shape, file=file, offset_bytes=offset, size_bytes=0)
         self.entries[key] = Entry(
             key=key,
@@ -70,8 +70,8 @@ class WholeFolder(DcpFolder):
 
 
 def _leaves(steps: KeyPath, tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
-    """Yield what is in nested maps, and in the list of param groups, with the way to it."""
-    # An empty map is a value: nothing below it would tell of it.
+    """Yield the values in nested maps, and in the list of param groups, each with the path to it."""
+    # An empty map is a value: it has no leaves that could stand for it.
     if isinstance(tree, dict) and tree:
         pairs = list(tree.items())
     elif isinstance(tree, list) and steps[-1] == "param_groups":  # other lists are settings, such as betas
@@ -88,7 +88,7 @@ def open_folder(path: Path, *, allowed_globals: frozenset[str] = frozenset(), fo
     Read the checkpoint in *path*, in either form; links in it are followed only with *follow*.
 
     Raises:
-        SourceCheckpoint: There is none, or a half of one, or it is damaged, or a link.
+        SourceCheckpoint: There is none, or only half of one, or it is damaged, or a link.
         Unsupported: Each rank has saved a file of its own.
         InvalidInput: It holds pointers: its state is in a store.
     """

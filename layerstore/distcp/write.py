@@ -1,7 +1,7 @@
 """
 The format ``dcp``: a composite as a PyTorch distributed checkpoint, which FSDP2 loads on any number of ranks.
 
-Several names may share one archive: tied parameters, and what torchtitan and the HF Trainer call the same tensors.
+Several names may share one archive: those of tied parameters, and torchtitan's and the HF Trainer's own names.
 """
 
 import time
@@ -35,10 +35,10 @@ _CHUNK_BYTES = 256 * MIB
 """A reader takes whole chunks into memory, though each rank needs only a part."""
 
 _PAGES_FROM_BYTES = 16 * PAGE_BYTES
-"""Archives from this size lie on pages, so that the kernel can copy or share these."""
+"""Archives of at least this size are page-aligned, so that the kernel can copy or share pages."""
 
 _ALIGNMENT_BYTES = 64
-"""Of all others, as in torch."""
+"""The alignment of all other archives, as in torch."""
 
 
 def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep) -> ExportPlan:
@@ -46,7 +46,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     Decide which tensors go into which files; the step counters are the base's, or each layer's own.
 
     Raises:
-        LayoutMismatch: The layers do not fit together, or the base has no moments, or moments of no one parameter.
+        LayoutMismatch: The layers do not fit together, or the base has no moments, or moments of no single parameter.
     """
     started = time.monotonic()
     base = composition.base
@@ -63,7 +63,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
     if any(file.path == TRAINER_STATE for file in state.files):
         beside += [file for file in state.files if file.path in {TRAINER_STATE, "scheduler.pt"}]
-        # Accelerate and the Trainer have a folder for the model and one for the optimizer: both lead to these files.
+        # Accelerate and the Trainer have one folder for the model and one for the optimizer: both point to these files.
         above = metadata_bytes(writer.entries(below="../"))
         files += (literal_file(f"{folder}/{DCP_METADATA}", above) for folder in FSDP_FOLDERS)
     trained = (
@@ -119,15 +119,15 @@ class _FilePlanner:
         self._written: list[tuple[Named, tuple[Chunk, ...]]] = []
 
     def entries(self, below: str = "") -> Iterator[Entry]:
-        """Yield everything that was planned so far, under all its names; its files are *below* another folder."""
+        """Yield everything planned so far, under all its keys; *below* is put before the paths of its files."""
         for tensor, chunks in self._written:
             placed = tuple(replace(chunk, file=below + chunk.file) for chunk in chunks)
-            # They lead to one place, so that a reader of everything makes it once.
+            # All keys have one path, so that a reader of the whole state builds the tensor once.
             for key in tensor.keys:
                 yield Entry(key=key, path=tensor.path, dtype=tensor.dtype, shape=tensor.shape, chunks=placed)
 
     def data_file(self, number: int, named: Iterable[Named]) -> OutputFile:
-        """Plan the file of one layer, or that of all values; values that are one object lie there once."""
+        """Plan the file of one layer, or of all values; values that are the same object are written once."""
         archives = Archives(f"__{number}_0.distcp")
         places: dict[int, Chunk] = {}
         for tensor in named:
@@ -156,8 +156,8 @@ class _FilePlanner:
 
 
 def held_pieces(slices: Slices, held: Held, *, dtype: str, offset: int, begin: int, end: int) -> Iterator[Piece]:
-    """Yield the pieces of *slices* that are the elements *begin* to *end* of a tensor, to be put at *offset*."""
-    if held.kind is Kind.BUFFERS:  # if ranks differed, the first one's
+    """Yield the pieces of *slices* that make up the elements *begin* to *end* of a tensor, to be put at *offset*."""
+    if held.kind is Kind.BUFFERS:  # if ranks differed, the first rank's
         stored = slices.find(held.kind, held.name, shard=0)
         yield stored.piece(offset, start=begin, elements=end - begin)
     elif begin < end:

@@ -72,13 +72,13 @@ def pack_again(value: Plain) -> bytes:
 
 def unpack(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX, is_canonical: bool = False) -> Plain:
     """
-    Decode *data*, which *what* names in errors.
+    Decode *data*, which errors call *what*.
 
-    That it *is_canonical* may be known: its hash is compared with that of bytes which were checked before, or which
-    this library has written. Looking takes most of the time.
+    Pass *is_canonical* to skip checking the form, which takes most of the time, if the caller compares a hash that
+    proves that *data* was checked before, or that this library wrote it.
 
     Raises:
-        IntegrityError: It is not the canonical encoding of anything, or of more than *containers_max* maps and lists.
+        IntegrityError: It is not a canonical encoding, or has more than *containers_max* maps and lists.
     """
     as_map = None if is_canonical else _map_in_order
     value = _decode(data, what, as_map=as_map, containers_max=containers_max)
@@ -101,7 +101,7 @@ _BEGIN = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
 
 def check_containers(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX) -> None:
     """Raise IntegrityError if *data* has more than *containers_max* maps and lists; builds none of them."""
-    # Inside texts and numbers such a byte begins nothing, so this is enough for nearly all.
+    # An upper bound, as such a byte begins nothing inside texts and numbers; enough for nearly all data.
     if len(data) - len(data.translate(None, _BEGIN)) <= containers_max:
         return
     counter = _counting(containers_max)
@@ -111,7 +111,7 @@ def check_containers(data: bytes, *, what: str, containers_max: int = BLOB_CONTA
 
 
 def _counting(containers_max: int) -> Generator[None, object]:
-    """Count what is sent; raise ValueError if that is too much."""
+    """Count what is sent; raise ValueError if that is too many."""
     for _ in range(containers_max + 1):
         yield
     raise ValueError(f"it has more than {containers_max} maps and lists")
@@ -119,7 +119,7 @@ def _counting(containers_max: int) -> Generator[None, object]:
 
 def _decode(data: bytes, what: str, *, as_map: _AsMap | None, containers_max: int) -> Plain:
     with _readable(what):
-        # Room for a list's elements is taken before they are read, however many it claims.
+        # Skim it first: unpacking allocates as many elements as a list claims, before it reads any of them.
         reader = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
         reader.feed(data)
         reader.skip()
@@ -151,7 +151,7 @@ def _readable(what: str) -> Iterator[None]:
 
 
 def _refuse_extension(code: int, data: bytes) -> Plain:
-    # The limit on the length lets extensions without content through.
+    # A maximum length of 0 still lets empty extensions through.
     raise ValueError(f"it holds the extension type {code}")
 
 
@@ -159,7 +159,7 @@ def _map_in_order(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
     mapping = dict(pairs)
     # Re-encoding reveals a duplicate key.
     if not _are_texts_in_order(tuple(mapping)):
-        raise ValueError("a map's keys are not texts in order")
+        raise ValueError("a map's keys are not text in sorted order")
     return mapping
 
 

@@ -2,7 +2,7 @@
 Convert between dataclasses and plain maps, field by field.
 
 It is strict both ways: an unknown or missing field, or a value of another type, means damage or a newer format; nothing
-is guessed. Names that become paths, and numbers that become sizes and loops, are checked here, for all who use them.
+is guessed. Names that become paths, and numbers that become sizes and loops, are checked here, for all callers.
 Types are looked up once per class, because a commit has a thousand fields, and a plan may need ten commits.
 """
 
@@ -118,7 +118,7 @@ def _reader_of(cls: Any) -> FieldReader:
             raise _Misfit(f"a {cls.__name__} has unknown or missing fields: {odd}")
         made: dict[str, Any] = value.copy()
         for name, default in defaults.items():
-            # Else one record could be written in two ways, and have two ids.
+            # Otherwise one record could be written in two ways, and have two ids.
             if made.setdefault(name, default) == default and name in value:
                 raise _Misfit(f"a {cls.__name__} spells out a default")
         for name, kind, check in plain:
@@ -185,7 +185,7 @@ def _of_version(version: LayerVersion) -> str | None:
             if tensor.name not in (buffers if stored.kind is Kind.BUFFERS else parameters):
                 return f"it has a slice of {tensor.name[:60]!r}, which it does not describe"
             if tensor.box and not _is_within(tensor, shapes.get(tensor.name, ())):
-                return f"it has a box of {tensor.name[:60]!r} that is not within it"
+                return f"it has a box of {tensor.name[:60]!r} that is not within its shape"
     return None
 
 
@@ -214,7 +214,7 @@ _CONTRADICTIONS: dict[type, Callable[[Any], str | None]] = {
     PackedObject: _of_object,
     ObjectContent: _of_content,
 }
-"""What returns a contradiction between the fields of a value, None if they fit each other."""
+"""By type: the function that returns a contradiction between a value's fields, or None if there is none."""
 
 
 # -- readers ---------------------------------------------------------------------------------------------------------
@@ -306,9 +306,9 @@ def _tuple_reader(hint: Any) -> FieldReader:
 
 def _alike_reader(cls: Any) -> Callable[[Any], Any]:
     """
-    Return a function that reads rows of plain fields column by column, for a version has thousands of tensors.
+    Return a function that reads rows of plain fields column by column, since a version has thousands of tensors.
 
-    It returns None for rows that are not alike, or wrong: these are read one after another.
+    It returns None if the rows are not alike, or wrong: the caller then reads them one by one.
     """
     fields = sorted((field for field in _fields(cls) if "omitted" not in field.metadata), key=lambda field: field.name)
     names = tuple(field.name for field in fields)

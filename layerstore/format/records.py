@@ -92,7 +92,7 @@ def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
     """
     if not _is_envelope(data):
         raise IntegrityError(f"{name} is not a record: it is empty, cut short or something else", path=name)
-    # Before the schema is looked at: a bit of it that flipped is damage, and not a newer format.
+    # Checked before the schema: a flipped bit in the schema is damage, not a newer format.
     if not _is_whole(data):
         raise IntegrityError(f"{name} is damaged: its checksum does not match its bytes", path=name)
     body = data[:-DIGEST_BYTES]
@@ -186,7 +186,7 @@ def unseal_entries(
     Return run, step and id of the commit whose file is named *name*, and its entries for *layers*.
 
     Builds only these: a composite takes a few layers from each of many commits. Canonical form was checked when the
-    file was first read in full; the id, which the caller compares, proves that it is the same.
+    file was first read in full; the id, which the caller compares, proves that the file is the same.
     """
     packed = unseal(data, name=name, store_id=store_id)
     known = unpack(packed, what=name, containers_max=RECORD_CONTAINERS_MAX, is_canonical=True)
@@ -204,7 +204,7 @@ def unseal_entries(
     return (body.get("run"), body.get("step"), _id_within(packed, payload["observed"], name)), entries
 
 
-# In msgpack: the head of a map of two with its first key, and the second key.
+# In msgpack: the head of a map of two entries with its first key, and the second key.
 _BEFORE_BODY, _AFTER_BODY = b"\x82\xa4body", b"\xa8observed"
 
 
@@ -266,7 +266,7 @@ def encode_blob(
     objects: Sequence[PackedObject] = (),
     references: Sequence[PackedObject] = (),
 ) -> bytes:
-    """Return the bytes of *blob*. Of a version, *objects* and *references* may be packed; it has none itself then."""
+    """Return the bytes of *blob*; if a version has no objects itself, pass them packed: *objects* and *references*."""
     assert not (objects or references) or (isinstance(blob, LayerVersion) and objects and not blob.named)
     if objects:
         whole = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(blob)).items()}
@@ -279,7 +279,7 @@ def encode_blob(
 
 
 def pack_object(stored: StoredObject) -> PackedObject:
-    """Return *stored* as it goes into a part, and from there into a version blob."""
+    """Return *stored* packed for a part, and from there for a version blob."""
     return PackedObject(
         id=stored.id,
         size_bytes=stored.size_bytes,
@@ -323,9 +323,9 @@ def _check_cut(version: LayerVersion, ref: BlobRef) -> None:
 
 def named_in_version(data: bytes, *, ref: BlobRef) -> list[BlobRef]:
     """
-    Return the objects that it takes to read the version named *ref*; raises as `decode_version` does.
+    Return the objects needed to read the version named *ref*; raises as `decode_version` does.
 
-    A collection asks this of every version: their tensors, which are nearly all of them, are not looked at.
+    A collection calls this for every version, so it skips the tensors, which are nearly all of a version.
     """
     _check_blob(data, ref, VERSION_MAGIC, LayerVersion)
     plain = unpack(data[len(VERSION_MAGIC) :], what=f"object {ref.id}")
@@ -335,7 +335,7 @@ def named_in_version(data: bytes, *, ref: BlobRef) -> list[BlobRef]:
     version = from_plain(LayerVersion, plain, what=f"object {ref.id}")
     _check_cut(version, ref)
     if {stored.reference for stored in version.objects} - {""} != {stored.id for stored in version.references}:
-        decode_version(data, ref=ref)  # says what is wrong
+        decode_version(data, ref=ref)  # raises, and says what is wrong
     return [stored.ref for stored in version.named]
 
 
@@ -345,21 +345,21 @@ def _items(plain: Plain, name: str) -> list[Plain]:
 
 
 def _misfit_of_coded(version: LayerVersion) -> str | None:
-    """Return what contradicts itself in coded objects and what they refer to."""
+    """Return what is wrong with the coded objects or what they refer to; None if nothing is."""
     references = {stored.id: stored for stored in version.references}
     for stored in version.objects:
         codings = [CODINGS[tensor.coding] for tensor in stored.tensors if tensor.coding]
         if any(tensor.coding and tensor.dtype != "F32" for tensor in stored.tensors):
-            return f"object {stored.id} has coded slices that are not of fp32"
+            return f"object {stored.id} has coded slices that are not fp32"
         if bool(stored.reference) != any(coding.needs_reference for coding in codings):
-            return f"object {stored.id} refers to {stored.reference or 'nothing'}, unlike what its slices are coded as"
+            return f"object {stored.id} refers to {stored.reference or 'nothing'}, contradicting its slices' coding"
         if not stored.reference:
             continue
         older = references.get(ObjectId(stored.reference))
         if older is None:
             return f"object {stored.id} refers to {stored.reference}, which its version does not name"
         if older.is_coded or _plain_slices(older) != _plain_slices(stored):
-            return f"object {stored.id} refers to {older.id}, which has coded or other slices"
+            return f"object {stored.id} refers to {older.id}, which has coded or different slices"
     unused = references.keys() - {stored.reference for stored in version.objects}
     return f"it names {min(unused)}, which none of its objects refers to" if unused else None
 

@@ -2,7 +2,7 @@
 ``store.json``: the file that makes a folder a store.
 
 It is JSON so that people can read it, with a checksum over its canonical text so that programs can trust it. The fields
-``format`` and ``needs`` keep their place: every layerstore, past or future, can tell whether it may read on, and a
+``format`` and ``needs`` exist in every format: any layerstore, past or future, can tell whether it may read on, and a
 later format may say which layerstore reads it.
 """
 
@@ -18,9 +18,9 @@ from layerstore.json_text import parse_json
 
 FORMAT = 2
 HASH = "xxh3_128"
-# A writer must know all flags of a store; a reader may continue without.
+# A writer must know all flags of a store; a reader may ignore unknown ones.
 KNOWN_FLAGS: frozenset[str] = frozenset()
-# Room for a version and no more, because we print this text, and another layerstore wrote it.
+# Room for a version and no more, because this text, which another layerstore wrote, is printed.
 _NEEDS_SIGNS_MAX = 40
 
 
@@ -30,7 +30,7 @@ class StoreIdentity:
 
     format: int
     store_id: str = field(metadata={"check": "id"})
-    """32 random hex digits; folders of indexes are named by it."""
+    """32 random hex digits; index folders are named after it."""
     hash: str
     """The algorithm that names objects."""
     created: str
@@ -110,7 +110,7 @@ def stated_flags(data: bytes) -> tuple[str, ...] | None:
 
 
 def _check_format(fields: dict[str, Any], what: str) -> None:
-    """Raise IntegrityError if the checksum is right for today's format, so that a bit of the number has flipped."""
+    """Raise IntegrityError if the checksum is right for today's format: then a bit of the number has flipped."""
     rest = {name: value for name, value in fields.items() if name != "checksum"}
     if fields.get("checksum") == _checksum(rest | {"format": FORMAT}):
         raise _damaged(what, f"its format says {fields['format']}, and its checksum is that of format {FORMAT}")
@@ -141,7 +141,7 @@ def _parse(data: bytes, what: str) -> dict[str, Any]:
 
 def _damaged(what: str, reason: str) -> IntegrityError:
     return IntegrityError(
-        f"{what} is damaged: {reason}; the objects and commits beside it are not affected",
+        f"{what} is damaged: {reason}; the objects and commits are not affected",
         hint="put back a copy of this file; it never changes after init",
     )
 

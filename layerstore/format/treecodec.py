@@ -66,7 +66,7 @@ class _Encoder:
             case tuple():
                 return ["t", *map(self.node, tree)]
             case set():
-                return ["s", *sorted(map(self.node, tree), key=pack)]  # a set has no order that lasts
+                return ["s", *sorted(map(self.node, tree), key=pack)]  # a set has no stable order
             case _:
                 raise InvalidInput(f"a {type(tree).__name__} cannot be part of a tree")
 
@@ -119,7 +119,7 @@ def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str
     """Turn the result of ``encode_tree`` back into a tree; raises IntegrityError if *value* is not such a result."""
     try:
         rows, root = _typed(list, value)
-        # Lists, and not what Python would unpack just as well: an empty map is another spelling.
+        # Only lists, though Python would unpack others too: an empty map would be a second spelling.
         storages = [_storage(_typed(list, row), content_from_plain, what) for row in _typed(list, rows)]
         template = _template(_packed(root, what), len(storages))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as exc:
@@ -163,7 +163,7 @@ def _storage(row: list[Plain], content_from_plain: ContentFromPlain, what: str) 
 
 
 def _size_of(content: object) -> int | None:
-    """Return the size of *content*; None if it is made of slices, which only their layers know."""
+    """Return the size of *content*; None if it is made of slices, whose sizes only their layers know."""
     if isinstance(content, bytes):
         return len(content)
     return content.size_bytes if isinstance(content, ObjectContent) else None
@@ -216,7 +216,7 @@ class _Decoder:
     def _tensor(self, rest: list[Plain]) -> Tensor:
         position, offset, shape, stride, requires_grad, is_parameter, attributes = rest
         if len(_integers(shape)) != len(_integers(stride)):
-            raise ValueError("a tensor has another number of strides than of dimensions")
+            raise ValueError("a tensor does not have one stride for each dimension")
         return Tensor(
             storage=self._table[_number(position)],
             offset=_number(offset),

@@ -1,7 +1,7 @@
 """
-The output formats of composites: a class for each, in a file of its name, whose fields are its options.
+The output formats of composites: a class for each, in a file of its name. The fields of the class are its options.
 
-To make one is cheap: what writes it is imported when it is planned or written.
+Creating one is cheap: the code that writes it is imported when it is planned or written.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ FORMATS: tuple[type[Format], ...] = (Shards, Zero3, HuggingFace, Dcp, Universal,
 """All formats, in the order of ``--help``."""
 
 _OF_ALL = ("verify", "durable", "force", "progress")
-"""What `Composite.export` takes whatever the format."""
+"""Options that `Composite.export` takes with every format."""
 
 
 def chosen_format(name: "str | Format", options: Mapping[str, object]) -> Format:
@@ -31,7 +31,7 @@ def chosen_format(name: "str | Format", options: Mapping[str, object]) -> Format
     if not isinstance(name, str):
         if isinstance(name, type) or options:
             raise InvalidInput(
-                "a format was given together with options, or none of its own", hint='format="hf", dtype="bf16"'
+                "a format was given together with options, or as a class", hint='format="hf", dtype="bf16"'
             )
         return name
     chosen = next((known for known in FORMATS if known.name == name), None)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """For a server that holds the export of that commit."""
+    """The changes since a commit, for a server that holds its export."""
 
     name: ClassVar[str] = "delta"
     about: ClassVar[str] = "what changed in hf's weights since a commit"
 
-    since: Annotated[str | None, Setting("the commit that changed; see apply", metavar="REF")] = None
+    since: Annotated[str | None, Setting("the base commit; see apply", metavar="REF")] = None
     dtype: WeightType = None
     encoding: Annotated[Literal["xor", "sparse"], Setting("how changes are written")] = "xor"
 
@@ -33,16 +33,16 @@ class Delta:
         check_fields(self)
         dtype_code(self.dtype)
         if self.since is None:
-            raise InvalidInput("a delta is since a commit, and none was given", hint="say which: since, or --since REF")
+            raise InvalidInput("a delta needs a base commit, and none was given", hint="name it: since, or --since REF")
 
     def plan(self, repo: "Repository", composition: "Composition") -> Plan:
-        """Raise InvalidInput: there is none."""
+        """Raise InvalidInput: a delta has no plan."""
         raise self.unplanned()
 
     @staticmethod
     def unplanned() -> InvalidInput:
         """Return why there is no plan."""
-        return InvalidInput("a delta cannot be planned", hint="what changed is known once it is read: write it")
+        return InvalidInput("a delta cannot be planned", hint="what changed is known only after reading both: write it")
 
     def write(
         self, repo: "Repository", composition: "Composition", out: Path, how: "Writing", progress: "Progress"

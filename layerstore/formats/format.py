@@ -1,4 +1,4 @@
-"""What every output format is."""
+"""The protocol of output formats."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias, TypedDict, Union, runtime_checkable
@@ -19,7 +19,7 @@ Plan: TypeAlias = Union["ExportPlan", "RankStates"]
 
 
 class FormatKeywords(TypedDict, total=False):
-    """What type checkers know of options, of whatever format: each format has some of them, and checks them."""
+    """The options of all formats, for type checkers: each format has some of them, and checks them."""
 
     world_size: int | None
     adam_step: AdamStep
@@ -50,7 +50,7 @@ class Format(Protocol):
 
 
 class FilesFormat:
-    """A format whose plan is its files."""
+    """A format whose plan lists its files."""
 
     def plan(self, repo: "Repository", composition: "Composition") -> "ExportPlan":
         """Return what would be written, without writing it."""

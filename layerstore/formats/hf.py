@@ -20,7 +20,7 @@ WeightType = Annotated[DTypeName | None, Setting("the element type", default="as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFace(FilesFormat):
-    """As Transformers' ``from_pretrained`` loads them."""
+    """The weights, as Transformers' ``from_pretrained`` loads them."""
 
     name: ClassVar[str] = "hf"
     about: ClassVar[str] = "weights for from_pretrained"

@@ -1,8 +1,8 @@
 """
 Collect: remove the commits that retention does not keep, then the objects that nothing needs any more.
 
-`plan_gc` decides and writes nothing; `execute_gc` does it while others use the store. Records go first; objects are
-moved aside and looked at again, so that writers and readers need not wait (docs/internals/durability.md).
+`plan_gc` decides and writes nothing; `execute_gc` carries a plan out while others use the store. Records go first;
+objects are moved aside and looked at again, so that writers and readers need not wait (docs/internals/durability.md).
 """
 
 import contextlib
@@ -38,9 +38,9 @@ class GcOutcome:
     """Every visible commit, run by run, newest first."""
     objects: Gone
     orphans: Gone
-    """Those of the objects that no removed commit named: left by killed writers, or kept by the trash."""
+    """The part of *objects* that no removed commit named: left by killed writers, or kept by the trash until now."""
     young: Gone
-    """Objects that nothing needs, but too young to go: a writer may be about to name them."""
+    """Objects that nothing needs, but that are too young to go: a writer may be about to name them."""
     unfinished: Gone
     """Temporary files of killed writers, and parts of saves that nobody will complete."""
     trash: Gone
@@ -52,7 +52,7 @@ class GcOutcome:
     waiting: Gone = field(default_factory=Gone)
     """Objects that stay aside until the next collection, because other nodes' listings may be late."""
     notes: tuple[str, ...] = ()
-    """What a user has to know."""
+    """What the user should know."""
 
     def __repr__(self) -> str:
         commits = f"commits {len(self.removed)} removed and {len(self.commits) - len(self.removed)} kept"
@@ -82,7 +82,7 @@ class GcRequest:
     runs: Iterable[str] | None = None
     """The runs that *keep* applies to, None for all; the others keep everything."""
     grace_seconds: float | None = None
-    """The least age of what goes; None for the default."""
+    """The minimum age of objects that go; None for the default."""
     trash_seconds: float | None = None
     """How long dropped commits stay in the trash; None for the default."""
     elsewhere: Container[object] | None = None
@@ -113,9 +113,9 @@ class GcPlan:
 
 def has_work(facts: Facts, run: str) -> bool:
     """
-    Whether the rules of *facts* remove anything of *run*, as far as these tell: for savers, after each commit.
+    Whether the rules of *facts* would remove anything of *run*; for savers, which ask after each commit.
 
-    Nothing is marked, and only records that are not known yet are read; the collection itself reads all.
+    Nothing is marked, and only records that *facts* does not know yet are read; the collection itself reads all.
     """
     repo = facts.repo
     view = repo.catalog.find(run)
@@ -142,7 +142,7 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
 
 
 def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
-    # First of all: what is written while we look is younger than this.
+    # Taken first: whatever is written while we look is younger.
     now_ns = repo.aside.now_ns()
     # A short grace must not hit saves that take hours; 0 s may, because it promises that nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
@@ -183,7 +183,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
 
 
 def notes_of(repo: Repository, runs: Iterable[tuple[RunView, Sequence[CommitFate]]]) -> tuple[str, ...]:
-    """Return what the user should know about what goes of *runs*."""
+    """Return what the user should know about the commits of *runs* that go."""
     return tuple(
         note
         for view, fates in runs
@@ -244,7 +244,7 @@ def chosen(facts: Facts, request: GcRequest, now_ns: int) -> tuple[tuple[RunView
     for view in views:
         keep = request.keep if view.run in requested_runs else None
         fates = choose(facts, view, keep, pins=pins, now_ns=now_ns, elsewhere=request.elsewhere)
-        # What goes has to rest on its record, not on the index.
+        # Removal must rest on the record, not on the index.
         times = {fate.commit: facts.of(view.rows[fate.name.id], view).time_ns for fate in fates}
         runs.append((view, tuple(replace(fate, time_ns=times[fate.commit]) for fate in fates)))
     requested = [(view, fates) for view, fates in runs if view.run in requested_runs]
@@ -291,7 +291,7 @@ def _commit_fates(
 
 def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcOutcome:
     """
-    Remove what `plan_gc` finds, and raise as that does.
+    Remove what `plan_gc` finds; raises as that does.
 
     Safe to kill at any moment: what is needed stays readable, and the next collection settles what lies aside.
 
@@ -302,15 +302,15 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
     repo.prepare_writing()
     with repo.lock_gc() as hold:
         _check_no_migration(repo)
-        # Anew, under the lock: a plan that a user has seen is only compared with it.
+        # Plan again under the lock: a plan that the user has seen is only compared with this one.
         plan = plan_gc(repo, request, progress=progress)
         check_confirmed(plan.fates, plan.outcome.trash, request)
-        # Nothing is gone yet: a lock that was lost ends it here.
+        # Nothing is gone yet: if the lock was lost, stop here.
         hold.check()
         _remove_idle_parts(repo, plan)
         _remove_records(repo, plan)
         _check_no_migration(repo)
-        # Saves that were linked since the plan, before anything moves.
+        # Mark saves that were linked since the plan, before anything moves.
         _look_again(plan)
         repo.aside.make_folder()
         progress.start("remove", plan.outcome.objects.size_bytes)
@@ -322,7 +322,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
             hold.check()  # another collection that took the lock settles what lies aside
             gone, waiting = settle(repo, plan.marks, listed)
             freed += gone
-            # On a full disk: what was unlinked has made room to move the next ones aside.
+            # On a full disk: the objects that were unlinked have made room to move the next ones aside.
             if full is None:
                 break
             if not gone.count:
@@ -344,18 +344,18 @@ def check_confirmed(fates: Iterable[CommitFate], trash: Gone, request: GcRequest
     for fate in fates:
         if (fate.goes and fate.commit not in removed) or (fate.loses_moments and fate.commit not in trimmed):
             raise Conflict(
-                f"the plan that was shown keeps {fate.run}@{fate.step}, and by now it would go; nothing was removed",
+                f"the plan that was shown keeps {fate.run}@{fate.step}, but now it would go; nothing was removed",
                 hint=_NEW_PLAN,
             )
     if trash.count > request.confirmed.trash.count:
         raise Conflict(
-            "by now more would leave the trash than in the plan that was shown; nothing was removed", hint=_NEW_PLAN
+            "more would leave the trash now than in the plan that was shown; nothing was removed", hint=_NEW_PLAN
         )
 
 
 def _check_no_migration(repo: Repository) -> None:
     """
-    Make sure that no migration has read the records that this collection removes, which would bring them back.
+    Make sure that no migration has read the records that this collection removes: it would bring them back.
 
     A migration makes its folder, then reads; a collection removes records, then looks for the folder, before any
     object goes. So one of them sees the other, even if a lock was lost.
@@ -369,7 +369,7 @@ def _check_no_migration(repo: Repository) -> None:
 
 
 def _remove_idle_parts(repo: Repository, plan: GcPlan) -> None:
-    """Remove the parts of idle sessions, before the next look: a rank that joins them nevertheless sees that."""
+    """Remove the parts of idle sessions, before the next look: a rank that still wants to join them notices."""
     for session in plan.marks.dead_sessions:
         repo.parts.remove_session(session, before_ns=plan.marks.dead_before_ns)
 
@@ -386,7 +386,7 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
                     trim(repo, fate.name)
         going = [fate.name for fate in fates if fate.goes]
         repo.records.remove(going)
-        # After the records: a row without a record is dropped by the next question, too.
+        # After the records: the next query would drop a row without a record anyway.
         repo.catalog.forget(going)
     records, files = _old_trash(repo, plan.marks.trash_before_ns)
     for name in records:
@@ -397,7 +397,7 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
 
 @contextlib.contextmanager
 def _hinting_at_room() -> Iterator[None]:
-    """Say what makes room on a full disk, if what replaces a commit without its moments cannot be written."""
+    """Say what makes room if the disk is too full to write the replacement of a trimmed commit."""
     try:
         yield
     except StorageIO as exc:
@@ -407,11 +407,11 @@ def _hinting_at_room() -> Iterator[None]:
 
 
 def _look_again(plan: GcPlan) -> None:
-    with concluding("objects that were to go lie aside until a gc succeeds"):  # by now records are gone
+    with concluding("objects that were to go lie aside until a gc succeeds"):  # records are gone already
         plan.marks.look(Silent())
 
 
 def _tidy(repo: Repository, plan: GcPlan) -> None:
     for path, _ in repo.aside.leftovers(before_ns=plan.marks.dead_before_ns):
-        # Not synced: what a power cut brings back goes with the next collection.
+        # Not synced: the next collection removes what a power cut brings back.
         repo.files.unlink(path)

@@ -1,7 +1,7 @@
 """
 Drop and undrop: move a commit's record to the trash, and back.
 
-Nothing is freed until a collection empties the trash, by age. Commits that inherited layers keep their versions.
+Nothing is freed until a collection empties the trash, by age. Commits that inherited its layers keep their versions.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Dropped:
     """Its reference while it was visible."""
     commit: str
     size_bytes: int
-    """Bytes that a collection frees once it has left the trash; what several share counts with the first of them."""
+    """Bytes that a collection frees once it has left the trash; bytes that several share count with the first."""
     inherited_by: tuple[str, ...]
     """Commits of the run that stay and inherited layers from it, by step."""
     pins: tuple[str, ...]
@@ -44,7 +44,7 @@ class Dropped:
     is_tip: bool
     """Whether it was the run's tip."""
     notes: tuple[str, ...]
-    """What a user has to know."""
+    """What the user should know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class DroppedCommit:
 
 def plan_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -> tuple[Dropped, ...]:
     """
-    Return what dropping the commits *refs*, and all those of *runs*, would do at once; nothing is written.
+    Return what dropping the commits *refs* and all commits of *runs* together would do; nothing is written.
 
     Raises:
         NotFound: There is no such commit or run.
@@ -107,9 +107,9 @@ def plan_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()
 
 def execute_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -> tuple[Dropped, ...]:
     """
-    Move the commits *refs*, and all those of *runs*, to the trash, durably.
+    Move the commits *refs*, and all commits of *runs*, to the trash, durably.
 
-    Raises as `plan_drop` does, and then none was moved; if the disk refuses one, those before it were.
+    Raises as `plan_drop` does; then nothing was moved. If the disk fails at a commit, those before it were moved.
     """
     repo.prepare_saving()
     refs, runs = list(refs), list(runs)
@@ -117,7 +117,7 @@ def execute_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] =
         # In the order of their names, so that two drops of the same runs never wait for each other.
         for run in sorted({name.run for name in _named(repo, refs, runs)}):
             locks.enter_context(repo.lock_run(run))
-        # Under the locks: a reference may mean another commit by now.
+        # Plan under the locks: a reference may mean another commit now.
         plan = plan_drop(repo, refs, runs=runs)
         for dropped_commit in plan:
             name = RecordName(dropped_commit.run, dropped_commit.step, CommitId(dropped_commit.commit))
@@ -128,7 +128,7 @@ def execute_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] =
 
 
 def _named(repo: Repository, refs: Iterable[str], runs: Iterable[str]) -> list[RecordName]:
-    """Return the commits *refs* and all those of *runs*, each once, those that cannot be read too."""
+    """Return the commits *refs* and all commits of *runs*, each once, unreadable ones included."""
     names = [_commit_named(repo, ref) for ref in refs]
     for run in runs:
         view = repo.catalog.view(run)
@@ -156,14 +156,14 @@ def _commit_named(repo: Repository, ref: str) -> RecordName:
 
 
 def _tip(view: RunView, going: Set[str]) -> str | None:
-    """Return what the run means without the commits *going*; None if no commit is left."""
+    """Return a reference to the run's tip without the commits *going*; None if no commit is left."""
     attempts = {row.attempt for row in view.visible if row.id not in going}
     tip = next((row for row in view.history(max(attempts)) if row.id not in going), None) if attempts else None
     return None if tip is None else f"{view.run}@{tip.step}"
 
 
 def _notes_on_job(repo: Repository, view: RunView) -> Iterator[str]:
-    """Yield a note if a job still saves the run *view*: dropped whole, it would seem to come back by itself."""
+    """Yield a note if a job still saves the run *view*: if dropped as a whole, it would seem to come back by itself."""
     if repo.attempts_being_saved(view.run, view.attempts):
         yield f"a job seems to be saving {view.run} now: its next save will be visible; end it first, or drop again"
 
@@ -176,8 +176,8 @@ def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
     """
     Return the damaged records at the step of *ref*; none if *ref* names no step of a run.
 
-    One that only cannot be read just now, or by this version, is not damaged; nor is one that was moved: it is sound
-    once it has its name again.
+    A record that cannot be read just now, or by this version, is not damaged; nor is a moved one, which is sound once
+    it has its old name again.
     """
     reference = parse_reference(ref)
     if reference.step is None or not repo.records.names(reference.name):
@@ -196,7 +196,7 @@ def _is_damage(repo: Repository, problem: LayerstoreError) -> bool:
 
 
 def _is_moved(repo: Repository, problem: IntegrityError) -> bool:
-    """Whether a record lies under another's name alone: its own is neither visible nor in the trash."""
+    """Whether a record has only a wrong name now: its own is neither visible nor in the trash."""
     folder, _, place = str(problem.facts.get("written_as", "")).partition("/")
     run, _, file_name = place.partition("/")
     own = name_in(run, file_name) if folder == "commits" and is_name(run) else None
@@ -232,17 +232,17 @@ def _readable(repo: Repository, names: Iterable[RecordName]) -> Iterator[Dropped
 
 def _commits_in_trash(repo: Repository, names: Iterable[RecordName]) -> Iterator[DroppedCommit]:
     for name in names:
-        with contextlib.suppress(NotFound):  # emptied meanwhile
+        with contextlib.suppress(NotFound):  # removed in the meantime
             commit = repo.trash.read_record(name)
             yield DroppedCommit(commit=commit, dropped_ns=repo.trash.modified_ns(name))
 
 
 def undrop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -> list[Commit]:
     """
-    Make the commits *refs*, and those of *runs* that are in the trash, visible again.
+    Make the commits *refs*, and all commits of *runs* in the trash, visible again.
 
-    Of *runs*, each step gets the commit that was dropped last, unless it has one by now. If one is refused, none comes
-    back; if the disk refuses one, those before it are back, and the call can be repeated.
+    For *runs*, each step gets back the commit that was dropped last, unless it has one now. If one is refused, none
+    comes back; if the disk fails at one, those before it are back, and the call can be repeated.
 
     Raises:
         NotFound: One is not in the trash.
@@ -261,7 +261,7 @@ def undrop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -
 
 
 def _in_trash(repo: Repository, refs: Iterable[str], runs: Iterable[str]) -> dict[str, Commit]:
-    """Return the commits in the trash that *refs* mean, and those of *runs*, each once, by their names for people."""
+    """Return the commits in the trash that *refs* and *runs* mean, each once, by their names for people."""
     names = repo.trash.records()
     commits = {ref: _commit_meant(repo, names, ref) for ref in refs}
     for run in runs:
@@ -307,13 +307,13 @@ def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Co
 
 def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str, others: Iterable[Commit]) -> list[Commit]:
     """
-    Return the commits *names* of *run* that can come back beside *others*.
+    Return the commits of *names*, all of *run*, that can come back together with *others*.
 
-    Where several had the same attempt and step, that is the one dropped last. An attempt's number may have been given
-    again; then it is the commits of the newest attempt with that number.
+    Of several with the same attempt and step, that is the one dropped last. If an attempt's number was reused, only
+    commits of the newest attempt with that number can.
 
     Raises:
-        IntegrityError: One is damaged: an older one of its place would come back instead.
+        IntegrityError: One is damaged: an older commit of the same step might come back instead.
     """
     by_time = sorted(_commits_in_trash(repo, names), key=lambda entry: entry.dropped_ns)
     if not by_time:
@@ -329,7 +329,7 @@ def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str, othe
         for place, commit in commits.items()
         if taken.get(place, commit.id) == commit.id and lineages[commit.record.attempt] == commit.record.lineage
     ]
-    # If none is free, all are refused, in the words for each.
+    # If none is free, return all: `_check_places` then refuses each for its own reason.
     return sorted(free or commits.values(), key=lambda commit: (commit.step, commit.record.attempt))
 
 
@@ -345,15 +345,15 @@ def _check_places(repo: Repository, named: Mapping[str, Commit]) -> None:
         record, place = commit.record, _place(commit.record)
         rival, hides = visible.get(place), replaced.get(commit.id)
         if rival is not None and rival.id == commit.id:
-            continue  # an undrop that was killed has left it in the trash as well
+            continue  # a killed undrop left it in the trash too
         if (other := by_place.setdefault(place, name)) != name:
             raise Conflict(
-                f"{other} and {name} have one place, {commit.run}@{commit.step}; nothing was changed",
+                f"{other} and {name} both belong at {commit.run}@{commit.step}; nothing was changed",
                 hint="name one of the two",
             )
         if rival is not None:
             raise Conflict(
-                f"{record.run}@{record.step} is commit {short_id(rival.id)} by now; nothing was changed",
+                f"{record.run}@{record.step} is commit {short_id(rival.id)} now; nothing was changed",
                 hint=f"layerstore drop {short_id(rival.id)}, then layerstore undrop {short_id(commit.id)}",
             )
         if hides is not None:  # it would come back hidden
@@ -363,12 +363,12 @@ def _check_places(repo: Repository, named: Mapping[str, Commit]) -> None:
             )
         if record.run in pins:
             raise Conflict(
-                f"{record.run!r} is the name of a pin by now; runs and pins share their names; nothing was changed",
+                f"{record.run!r} is the name of a pin now; runs and pins share one namespace; nothing was changed",
                 hint=f"layerstore pin --delete {typed(record.run)} frees the name",
             )
         if lineages.setdefault((record.run, record.attempt), record.lineage) != record.lineage:
             raise Conflict(
-                f"attempt {record.attempt} of {record.run!r} has another history by now; nothing was changed",
+                f"attempt {record.attempt} of {record.run!r} has another history now; nothing was changed",
                 hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
             )
 
@@ -379,7 +379,7 @@ def _restore(repo: Repository, named: Mapping[str, Commit]) -> None:
             restored.enter_context(repo.trash.restoring(commit))
         repo.objects.look_anew()
         needs = Needs(repo)
-        # All before the first: a repair, or somebody's rm, may have taken what a blob names.
+        # Check all before restoring the first: a repair, or somebody's rm, may have removed what a blob names.
         for name, commit in named.items():
             with _naming_what_is_gone(name):
                 for needed in needs.add_record(commit.record):
@@ -398,7 +398,7 @@ def _naming_what_is_gone(name: str) -> Iterator[None]:
 
 
 def _inheritors(views: Iterable[RunView], going: Sequence[Commit]) -> dict[str, list[RecordRow]]:
-    """Return the visible commits that stay and have layers of those *going*, by the commit that the layers are from."""
+    """Return the visible commits that stay and inherit layers from *going*, by the commit that they inherit from."""
     inheritors: dict[str, list[RecordRow]] = {commit.id: [] for commit in going}
     for view in views:
         sources = [commit for commit in going if commit.run == view.run]

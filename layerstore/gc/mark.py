@@ -1,7 +1,7 @@
 """
-Mark: find what is needed from the records, pins, open parts and trash themselves, never from the index.
+Mark: find what is needed; read the records, pins, open parts and trash themselves, never the index.
 
-Anything that cannot be read stops it, because what that needs is unknown.
+Anything unreadable outside the trash stops the collection, because what it needs is unknown.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ _BY_STEP = attrgetter("step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnneededObject:
-    """An object that nothing needs, or so it seems so far."""
+    """An object that nothing needs, as far as is known yet."""
 
     ref: BlobRef
     path: Path
     is_young: bool
-    """Whether a writer may be about to name it, or something has named it meanwhile."""
+    """Whether a writer may be about to name it, or something names it now."""
 
 
 _NAMED, _SPARED = 0, 1
@@ -64,11 +64,11 @@ class Marks:
         Looks at parts, records, pins, then the trash: saves move in this order, so none is missed while moving.
 
         Raises:
-            IntegrityError: Something cannot be read, or, if it *has_to_be_whole*, an object is missing.
+            IntegrityError: Something cannot be read, or, with *has_to_be_whole*, an object is missing.
         """
         self._mark_parts()
         self._mark_records(progress, without, has_to_be_whole=has_to_be_whole)
-        # Each time anew: unlike a record, a pin's name may mean another commit by now.
+        # Reread each time: unlike a record's, a pin's name may mean another commit now.
         for pin in readable_pins(self._repo):
             with named(f"pin {pin.name!r}", gives_up=_deletes(pin.name)):
                 new = self.needs.add_record(pin.record)
@@ -78,17 +78,17 @@ class Marks:
 
     def check_present(self, refs: Iterable[BlobRef], *, holder: Saving | Pin) -> None:
         """
-        Make sure that *refs*, which *holder* needs and nothing before, exist at their place or aside.
+        Make sure that *refs*, which *holder* is the first to need, exist at their place or aside.
 
-        While a commit that stays is damaged, no other may go: it might be the only copy. Parts are not checked: their
-        writer has just done so. What a listing shows costs no call: there may be millions.
+        While a commit that stays is incomplete, no other may go: that might be the only replacement. Parts are not
+        checked: their writer has just done so. Objects in the listing need no call each: there may be millions.
 
         Raises:
             IntegrityError: One is missing.
         """
         for ref in refs:
             if ref.id in self._listed:
-                self._listed.remove(ref.id)  # it is asked about once, and may be one of millions
+                self._listed.remove(ref.id)  # asked about only once; frees memory, as there may be millions
                 continue
             try:
                 self._repo.objects.check_there(ref)
@@ -105,7 +105,7 @@ class Marks:
 
     @cached_property
     def _listed(self) -> set[ObjectId]:
-        """The objects that the store had when it was first asked, but for those already asked about."""
+        """The objects that the store had at the first check, except those already checked."""
         return {*self._repo.objects.ids(), *self._repo.aside.ids()}
 
     def _mark_parts(self) -> None:
@@ -151,7 +151,7 @@ class Marks:
         yield from self._loose()
 
     def unmarked_old(self) -> Iterator[UnneededObject]:
-        """Yield the old ones; one that was touched since it was listed is young by now."""
+        """Yield the old unneeded objects; an object that was touched since it was listed is young now."""
         for unneeded in self._loose():
             if unneeded.is_young:
                 self.protect_named(unneeded.ref)
@@ -160,20 +160,20 @@ class Marks:
 
     def _loose(self) -> Iterator[UnneededObject]:
         for object_id in self._repo.objects.ids():
-            # What only a young blob protects is yielded, as young: it is not needed yet.
+            # An object that only a young blob protects is yielded, as young: it is not needed yet.
             if self.needs.number(object_id) == _NAMED:
                 continue
             if unneeded := self.look_at(object_id, self._repo.layout.object(object_id)):
                 yield unneeded
 
     def aside(self, ids: Iterable[ObjectId]) -> Iterator[UnneededObject]:
-        """Yield those of *ids* that lie aside; those that are needed by now count as young."""
+        """Yield the objects of *ids* that lie aside; those needed now count as young."""
         for object_id in ids:
             if unneeded := self.look_at(object_id, self._repo.layout.aside / object_id):
                 yield unneeded
 
     def look_at(self, object_id: ObjectId, path: Path) -> UnneededObject | None:
-        """Look at the object at *path*; None if it is gone meanwhile."""
+        """Look at the object at *path*; None if it is gone."""
         state = self._repo.files.state(path)
         if state is None:
             return None
@@ -187,10 +187,10 @@ class Marks:
         """
         Add what *ref* names, if it is a version or state blob.
 
-        A writer that inherits a layer touches only its blob, so a young blob stands for a record to come.
+        A writer that inherits a layer touches only its blob, so a young blob means that a record may follow.
 
         Raises:
-            StorageIO: It cannot be read just now, and what it names would count as unneeded.
+            StorageIO: The blob cannot be read just now; going on would count what it names as unneeded.
         """
         if ref.id in self.needs:
             return
@@ -211,17 +211,17 @@ def is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
     """
-    Return an upper bound of the bytes that only the commits *going* keep, for each; what they share is the first one's.
+    Return, for each of *going*, an upper bound of the bytes that only *going* keeps; shared bytes count with the first.
 
-    Objects that other versions name too, as what differences refer to, are looked for in pins, in versions that others
-    share, and in the commits next to each, also of another attempt: a run has many blobs. Of all others, whole versions
-    count, and the states of each one's step.
+    This subtracts what pins and the commits next to each of *going*, of any attempt, need. A run has too many blobs to
+    read all: of other commits, it subtracts only the versions that they share with *going*, and the states of the same
+    step. So it misses objects that another version names too, such as a reference.
     """
     ids = {commit.id for commit in going}
     others = Needs(repo)
     for pin in repo.records.readable_pins():
         others.add_readable(pin.record)
-    # Those near each first: a blob that is known is not read any more.
+    # The near commits first: a blob that is known already is not read again.
     for run in dict.fromkeys(commit.run for commit in going):
         rows = sorted((row for row in repo.catalog.view(run).rows.values() if row.id not in ids), key=_BY_STEP)
         near: dict[RecordName, None] = {}
@@ -247,7 +247,7 @@ def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
 
 
 def _shared_with_others(repo: Repository, going: Sequence[Commit]) -> Iterator[BlobRef]:
-    """Yield the blobs of *going* that other commits name, by the index: inherited layers, forks, retries, copies."""
+    """Yield the blobs of *going* that other commits in the index name: inherited layers, forks, retries, copies."""
     versions = {bytes.fromhex(entry.version.id): entry.version for commit in going for entry in commit.record.layers}
     ids, own_runs, steps = {commit.id for commit in going}, {commit.run for commit in going}, {c.step for c in going}
     for run in repo.catalog.runs():
@@ -257,14 +257,14 @@ def _shared_with_others(repo: Repository, going: Sequence[Commit]) -> Iterator[B
                 continue
             shared = versions.keys() & row.version_ids
             yield from (versions[version] for version in shared)
-            # Only its record, not the index, names its states. A retry of a step may have the same, with other weights.
+            # Only a record, not the index, names its states. A retry of a step may share states, but not weights.
             if row.step in steps and (shared or run in own_runs):
                 with contextlib.suppress(LayerstoreError):
                     yield from repo.catalog.commit(row.name).record.states
 
 
 def notes_on_exact(repo: Repository, view: RunView, going: Set[str]) -> tuple[str, ...]:
-    """Return a note if the last save of *view* that was kept bit for bit is among those *going*, and others stay."""
+    """Return a note if the last save of *view* that was kept bit for bit is among *going*, and others stay."""
     stay = [row for row in view.visible if row.id not in going]
     goes = any(row.is_exact for row in view.visible if row.id in going)
     pinned = (pin.record for pin in repo.records.readable_pins() if pin.record.run == view.run)
@@ -276,12 +276,12 @@ def notes_on_exact(repo: Repository, view: RunView, going: Set[str]) -> tuple[st
 
 
 def pin_names(repo: Repository) -> Iterator[str]:
-    """Yield the names of all pins; raise IntegrityError at whatever else lies in ``pins/``."""
+    """Yield the names of all pins; raise IntegrityError if anything else lies in ``pins/``."""
     return _by_name(repo, repo.records.listed_pins())
 
 
 def readable_pins(repo: Repository, names: Iterable[str] | None = None) -> Iterator[Pin]:
-    """Yield every pin, or those of *names*; raise IntegrityError at a damaged one, or whatever lies among them."""
+    """Yield every pin, or those of *names*; raise IntegrityError if one is damaged, or if anything else is listed."""
     for name, pin in repo.records.pins(pin_names(repo) if names is None else names):
         with named(f"pin {name!r}", gives_up=_deletes(name), copy_helps="says what it means there"):
             if isinstance(pin, LayerstoreError):
@@ -312,12 +312,12 @@ def _deletes(pin: str) -> str:
 
 @contextlib.contextmanager
 def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may heal it") -> Iterator[None]:
-    """Add to an IntegrityError what is damaged, and the remedies: its own name, a copy, or giving it up by name."""
+    """Add to an IntegrityError what is damaged, and the remedies: rename it back, use a copy, or give it up."""
     try:
         yield
     except IntegrityError as exc:
         remedies = (
-            # One that was moved needs only its name; where it lies over another, that one needs a copy.
+            # A moved record needs only its old name; if it overwrote another, that one needs a copy.
             exc.hint if "written_as" in exc.facts else None,
             f"layerstore repair --from COPY {copy_helps}",
             gives_up and f"{gives_up} gives it up{' if it is a copy' if 'written_as' in exc.facts else ''}",

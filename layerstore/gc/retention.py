@@ -41,9 +41,9 @@ class CommitFate:
     is_blind: bool
     """Whether it is kept because the only rule says nothing about its run."""
     bytes_freed: int = 0
-    """The bytes that its removal frees, not counting those of commits listed before it."""
+    """The bytes that its removal frees, not counting bytes that commits listed before it free."""
     bytes_freed_later: int = 0
-    """Likewise, those that are too young to go yet."""
+    """Likewise, the bytes of objects that are still too young to go."""
 
     @property
     def time(self) -> datetime | None:
@@ -63,13 +63,13 @@ class CommitFate:
 
 @dataclass(slots=True, kw_only=True)
 class _Fact:
-    """What the rules ask of a record."""
+    """What the rules need to know about a record."""
 
     time_ns: int
     metrics: dict[str, float]
     """The metric that a rule is about, if it was measured."""
     waits_for_log: bool
-    """Whether the metric may still be in the log of its attempt's next commit, which was not there yet."""
+    """Whether the metric may still come with the log of the attempt's next commit, which did not exist yet."""
     has_moments: bool | None = None
     """None until it is needed."""
 
@@ -89,10 +89,10 @@ Pins = Mapping[CommitId, Sequence[tuple[str, RecordRow]]]
 
 class Facts:
     """
-    What the rules of *keep* ask of records and pins, each read once: they never change.
+    What the rules of *keep* need to know about records and pins; each file is read once, as it never changes.
 
-    A collection makes its own, so that what it removes rests on the files as they are. A saver, which asks after each
-    commit whether there is work, keeps one.
+    A collection makes its own, so that it decides by the files as they are now. A saver, which asks after each commit
+    whether there is work, keeps one.
     """
 
     def __init__(self, repo: Repository, keep: Keep) -> None:
@@ -132,7 +132,7 @@ class Facts:
         return fact
 
     def candidate(self, row: RecordRow, view: RunView, *, is_in_history: bool) -> Candidate:
-        """Return what the rules see of *row*; for those that count steps, its record need not be read."""
+        """Return *row* as the rules see it; rules that only count steps do not need its record."""
         if self.keep.age is None and self.keep.best is None:
             return Candidate(id=row.id, step=row.step, time_ns=0, is_in_history=is_in_history)
         fact = self.of(row, view)
@@ -149,7 +149,7 @@ class Facts:
         return fact.has_moments
 
     def pins(self) -> Pins:
-        """Return the pins as they are now; those whose files are as they were are not read again."""
+        """Return the pins as they are now; pins whose files are unchanged are not read again."""
         files, layout = self.repo.files, self.repo.layout
         # Identities before contents: a pin that is replaced in between is read again next time.
         states = {name: files.identity(layout.pin(name)) for name in pin_names(self.repo)}
@@ -173,8 +173,8 @@ def _saved_ns(repo: Repository, commit: Commit) -> int:
     """
     Return when *commit* was saved: the later of its record's time and its file's.
 
-    The node's clock may be wrong; the file has the filesystem's time, as *now* has. But a trimmed commit's file is only
-    as old as the trim.
+    The node's clock may be wrong; the file's time is the filesystem's, which rules compare with. But a trimmed commit's
+    file is only as old as the trim.
     """
     record = commit.record
     if WITHOUT_MOMENTS in record.flags:
@@ -195,7 +195,7 @@ def choose(
     """
     Return the fate of each visible commit of *view*, newest first; without *keep* all stay.
 
-    Where commits are kept *elsewhere*, all others stay as they are.
+    With *elsewhere*, commits that are not kept there stay as they are.
 
     Raises:
         IntegrityError: A record cannot be read.
@@ -252,7 +252,7 @@ def _fates(facts: Facts, view: RunView, keep: Keep | None, pins: Pins, now_ns: i
 
 
 def _pin_of(row: RecordRow, pins: Pins) -> str | None:
-    """Return the pin of *row* as it stands, None if there is none: a pinned composite keeps its own layers."""
+    """Return a pin of *row* with exactly its layers, None if there is none: a pinned composite keeps its own layers."""
     for name, pinned in pins.get(row.id, ()):
         if (pinned.layer_names, pinned.versions) == (row.layer_names, row.versions):
             return name
@@ -277,7 +277,7 @@ def _being_saved(repo: Repository, view: RunView) -> set[CommitId]:
 
 
 def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
-    """Return the commits whose moments are to go; *rows* begin with the run's tip."""
+    """Return the commits whose moments go; *rows* begin with the run's tip."""
     if keep is None or keep.drop_optimizer_older_than is None or not rows:
         return set()
     return {row.id for row in rows if row.step < rows[0].step - keep.drop_optimizer_older_than}

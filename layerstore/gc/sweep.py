@@ -45,12 +45,12 @@ def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO 
 
 def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[Gone, Gone]:
     """
-    Put back what is needed of *listed*, which lay aside before the last mark, and unlink the rest.
+    Put back the objects of *listed*, which lay aside before the last mark, that are needed, and unlink the others.
 
-    Return what went, and what waits. Blobs go first; each object is checked once more right before it goes.
+    Return what was removed, and what waits. Blobs go first; each object is checked again right before it is unlinked.
 
-    The same rule settles what a killed collection left aside. On a network filesystem another node's listing may be
-    late, so only objects moved before the grace are removed there; the rest waits for the next collection.
+    This also settles what a killed collection left aside. On a network filesystem another node's listing may be late,
+    so objects moved aside within the grace period stay there, and wait for the next collection.
     """
     back: list[BlobRef] = []
     old: list[BlobRef] = []
@@ -60,12 +60,12 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
             back.append(unneeded.ref)
         else:
             old.append(unneeded.ref)
-    # Only now is it known what young blobs name: they may have come later in the list.
+    # Only now is it known what young blobs name: a blob may come later in the list than what it names.
     _put_back(repo, [*back, *(ref for ref in old if ref.id in marks.needs)])
     old = [ref for ref in old if ref.id not in marks.needs]
     blobs = {ref.id: ref for ref in old if _is_blob(repo, ref)}
     sums = {True: Gone(), False: Gone()}
-    # Blobs go first: one that a writer puts back meanwhile must not outlive what it names.
+    # Blobs go first: a blob that a writer puts back in the meantime must not outlive what it names.
     for ref in blobs.values():
         unneeded_blob = marks.look_at(ref.id, repo.layout.aside / ref.id)
         if unneeded_blob is not None and unneeded_blob.is_young:
@@ -76,11 +76,11 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
             # A writer has put it back, and a blob at its place promises that everything it names is there.
             marks.protect_named(ref)
             _put_back(repo, _named_by(repo, ref) or ())
-    # Looked at once more: one may have been touched since.
+    # Look at each once more: it may have been touched since.
     for unneeded in marks.aside(ref.id for ref in old if ref.id not in blobs):
         if not unneeded.is_young:
             sums[_remove(repo, marks, unneeded.path)] += Gone(1, unneeded.ref.size_bytes)
-    # Once for all: a power cut before this brings some back, and the next collection takes them again.
+    # Sync once for all: if a power cut before this brings some back, the next collection removes them again.
     repo.aside.sync()
     return sums[True], sums[False]
 
@@ -97,12 +97,12 @@ def _is_blob(repo: Repository, ref: BlobRef) -> bool:
     try:
         return is_blob(repo, ref)
     except IntegrityError:
-        return False  # gone meanwhile
+        return False  # gone in the meantime
 
 
 def _put_back(repo: Repository, objects: Iterable[BlobRef]) -> None:
     """
-    Put *objects* back, each blob after all that it names: a blob at its place promises that those exist.
+    Put *objects* back, each blob after all that it names: a blob at its place promises that they exist.
 
     Touches all of them, so that no other collection takes them.
     """
@@ -123,7 +123,7 @@ def _put_back_one(repo: Repository, ref: BlobRef) -> bool:
     is_aside = repo.files.exists(aside)
     at_home = repo.files.size(repo.layout.object(ref.id))
     if is_aside and at_home is not None:
-        ref = replace(ref, size_bytes=at_home)  # an ingest has written it again; what lies aside may be damaged
+        ref = replace(ref, size_bytes=at_home)  # an ingest has rewritten it; the file aside may be damaged
     is_home = ObjectWriter(repo.layout, repo.files, repo.objects).put_back(ref)
     if is_home and is_aside:
         # Last: a reader must find it under one of the two names at any moment.

@@ -17,13 +17,13 @@ from layerstore.storage import RecordName, Repository
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trim:
-    """The commit that replaces one with moments."""
+    """The commit that replaces a commit with moments."""
 
     commit: Commit
     versions: dict[BlobRef, bytes]
     """Its version blobs, with their bytes."""
     objects: tuple[BlobRef, ...]
-    """The objects that these name."""
+    """The objects that the version blobs name."""
 
 
 def has_moments(repo: Repository, record: CommitRecord) -> bool:
@@ -84,7 +84,7 @@ def trim(repo: Repository, name: RecordName) -> None:
     commit = repo.catalog.commit(name)
     plan = plan_trim(repo, commit)
     with Transaction(repo) as tx:
-        # Not the old versions: a blob that was touched keeps the moments that it names until the next collection.
+        # Do not keep the old versions: a touched blob keeps the moments that it names until the next collection.
         tx.keep(replace(commit.record, layers=()))
         for ref in plan.objects:
             if not tx.objects.reuse(ref):
@@ -92,5 +92,5 @@ def trim(repo: Repository, name: RecordName) -> None:
         for ref, data in plan.versions.items():
             tx.objects.put(data, ref)
         tx.commit(plan.commit.record, observed=plan.commit.observed)
-    # The commit has just moved it to the trash, where it would keep the moments for days.
+    # `tx.commit` has just moved the old record to the trash, where it would keep the moments for days.
     repo.trash.remove_record(name)

@@ -1,5 +1,5 @@
 """
-What one trainer's commit lacks for another: a distributed state, and DeepSpeed's trees at the next step's counts.
+What one trainer's commit lacks for another trainer: a distributed state, and DeepSpeed's trees with later counts.
 """
 
 from layerstore.handover.advance import UpdatesSince, advance, is_stale, since

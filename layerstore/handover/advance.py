@@ -1,5 +1,5 @@
 """
-A rank's state after more updates, which were made elsewhere: the base's, with its counters and settings moved on.
+A rank's state after more updates, which were made elsewhere: the base's, with counters and settings advanced.
 """
 
 import json
@@ -25,7 +25,7 @@ from layerstore.zero3.trees import (
 )
 
 _SCHEDULER_COUNTS = ("last_epoch", "_step_count", "last_batch_iteration")
-"""What torch's and DeepSpeed's learning-rate schedulers count."""
+"""The counters of torch's and DeepSpeed's learning-rate schedulers."""
 
 _STALE_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 _STALE_PREFIXES = ("pytorch_model",)
@@ -40,11 +40,11 @@ class UpdatesSince:
     tag: str
     """The name of DeepSpeed's folder now."""
     counts: Mapping[int, int]
-    """By sub-group: how many its optimizer has made since it began."""
+    """By sub-group: how many updates its optimizer has made in all."""
     settings: Mapping[int, Mapping[str, Tree]]
     """By param group: its settings now."""
     is_nothing: bool
-    """Whether the optimizer stands where it stood."""
+    """Whether neither counts nor settings have changed."""
 
 
 def since(
@@ -56,10 +56,10 @@ def since(
     earlier: str,
 ) -> UpdatesSince:
     """
-    Compare *state*, which is of *earlier*, with the counts of updates and the settings of each parameter in *later*.
+    Compare *state*, which *earlier* saved, with the update count and the settings of each parameter in *later*.
 
     Raises:
-        LayoutMismatch: Parameters that share one counter, or one setting, have different ones; or there are fewer
+        LayoutMismatch: Parameters that share a counter or a setting have different values; or there are fewer
             updates than before.
     """
     shapes, inner = sub_group_shapes(TreeView.of(state.model)), inner_optimizer(state)
@@ -88,16 +88,16 @@ def since(
         known = [str(key) for key in kept_there if key != "params"]
         lost = next((name for name in members if not settings.get(name)), None)
         if lost is not None:
-            raise LayoutMismatch(f"{later} does not say the settings of the param group of {lost!r}, such as its rate")
+            raise LayoutMismatch(f"{later} lacks the settings of {lost!r}'s param group, such as the learning rate")
         chosen[number] = {
             key: _like(kept_there[key], _agreed({name: settings[name][key] for name in members}, key))
             for key in known
             if members and all(key in settings.get(name, {}) for name in members)
         }
     steps, tag = TreeView.of(state.model)["global_steps"].integer(), _tag(state)
-    # DeepSpeed's own tag counts the steps; one that the script chose stays as it is.
+    # DeepSpeed's own tag counts the steps; a tag that the script chose stays as it is.
     is_counted = tag == f"global_step{steps}"
-    # The most: a layer may have skipped updates that the engine counts.
+    # The maximum, because a layer may have skipped updates that the engine counts.
     return UpdatesSince(
         updates=max(updates),
         tag=f"global_step{steps + max(updates)}" if is_counted else tag,
@@ -128,7 +128,7 @@ def _agreed(values: Mapping[str, Any], what: str) -> Any:
 
 
 def advance(state: RankState, updates_since: UpdatesSince, files: Mapping[str, SourceFile]) -> RankState:
-    """Return *state* after the updates in *updates_since*; *files* take the place of its own of the same names."""
+    """Return *state* after the updates in *updates_since*; *files* replace its own files of the same names."""
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     states: dict[Tree, Tree] = {
         group: changed(
@@ -165,18 +165,18 @@ def advance(state: RankState, updates_since: UpdatesSince, files: Mapping[str, S
             for file in state.files
             if not is_stale(file.path)
         ),
-        gathered=(),  # they were of the base's weights
+        gathered=(),  # they held the base's weights
     )
 
 
 def is_stale(path: str) -> bool:
-    """Whether the file *path* holds whole weights, which are not those of the layers any more."""
+    """Whether the file *path* holds whole weights, which no longer match the layers."""
     name = path.rpartition("/")[2]
     return name.endswith(_STALE_SUFFIXES) or name.startswith(_STALE_PREFIXES)
 
 
 def _counters(model: TreeView, updates: int) -> Iterator[tuple[Tree, Tree]]:
-    """Yield the engine's own counters: as many samples a step as before, and as many steps of the scheduler."""
+    """Yield the engine's own counters, advanced: as many samples per step as before, one scheduler step per update."""
     before = model["global_steps"].integer()
     yield "global_steps", before + updates
     samples = model.get("global_samples")
@@ -192,7 +192,7 @@ def _counters(model: TreeView, updates: int) -> Iterator[tuple[Tree, Tree]]:
 
 
 def _like(old: Tree, new: Tree) -> Tree:
-    """Return *new* as the kind of sequence that *old* is: JSON has made lists of DeepSpeed's."""
+    """Return *new* as the kind of sequence that *old* is: DeepSpeed's are lists if they come from JSON."""
     if isinstance(old, list) and isinstance(new, tuple):
         return list(new)
     if isinstance(old, tuple) and isinstance(new, list):
@@ -201,9 +201,9 @@ def _like(old: Tree, new: Tree) -> Tree:
 
 
 def _trainer_counted(file: SourceFile, updates: int) -> SourceFile:
-    """Return *file* with the Trainer's step moved on, if it is the one that has it."""
+    """Return *file*, with its step advanced if it is the Trainer's state."""
     if file.path == TRAINER_STATE and updates and isinstance(file.content, bytes):
-        with suppress(ValueError, KeyError, TypeError, RecursionError):  # none of the Trainer's: it is kept as it is
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # not the Trainer's: kept as it is
             fields = parse_json(file.content)
             fields["global_step"] += updates
             return replace(file, content=json.dumps(fields, indent=2).encode() + b"\n")

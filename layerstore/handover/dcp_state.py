@@ -1,7 +1,7 @@
 """
-What a commit of DCP keeps beside its layers: under which keys their tensors were saved, and all values.
+What a commit of DCP keeps besides its layers: the keys under which their tensors were saved, and all values.
 
-It has the form of a rank's state, one for all ranks. Values are inert trees, as they are in a state of DeepSpeed.
+It has the form of a rank's state; the first rank's holds what all share. Values are inert trees, as in DeepSpeed's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,10 +20,10 @@ KeyPath = tuple[str | int, ...]
 """The way to a value in a nested state."""
 
 PARAM_GROUPS = "param_groups."
-"""Stands before the settings of an optimizer's groups, in their keys."""
+"""Precedes the settings of an optimizer's groups in their keys."""
 
 CLIENT_STATE = "client_state"
-"""The key of what a saver's user keeps; ``history/metrics.py`` looks there."""
+"""The key of the state that a saver's user adds; ``history/metrics.py`` looks there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """A key, and the tensor of a layer that was saved under it."""
+    """A tensor that a layer holds, and where it was saved."""
 
     path: KeyPath
     """Where it was in the nested state."""
@@ -61,14 +61,14 @@ class DcpState:
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, SavedValue]
     counters: Mapping[str, str]
-    """By parameter: the key of the optimizer's count of its updates, which is a value."""
+    """By parameter: the key of its update count, which is one of the values."""
 
     outside: frozenset[str]
-    """Parameters that the model has not: exports leave them out."""
+    """Parameters that are not in the model; exports leave them out."""
 
     @classmethod
     def read(cls, state: RankState) -> "DcpState":
-        """Return what `kept` has made a state of; raises IntegrityError if that is something else."""
+        """Return what `kept` turned into *state*; raises IntegrityError if *state* is something else."""
         match state.model.tree:
             case {
                 "tensors": dict(tensors),
@@ -86,7 +86,7 @@ class DcpState:
                 raise _unlike()
 
     def kept(self, files: Iterable[SourceFile] = ()) -> RankState:
-        """Return it as the store keeps it, with *files* that lay beside it."""
+        """Return this as the store keeps it, with the *files* that were saved next to it."""
         tensors: dict[Tree, Tree] = {
             key: (tensor.path, str(tensor.held.kind), tensor.held.name, tensor.held.state)
             for key, tensor in self.tensors.items()
@@ -101,7 +101,7 @@ class DcpState:
         return RankState(
             rank=0,
             model=TreeFile(path=DCP_METADATA, tree=tree),
-            # A rank's state has two trees, and this is one.
+            # A rank's state has two trees, and this needs only one.
             optimizer=TreeFile(path=DCP_METADATA, tree={}),
             files=tuple(files),
             gathered=(),
@@ -134,20 +134,20 @@ def _path(steps: Tree) -> KeyPath:
 
 
 def _unlike() -> IntegrityError:
-    return IntegrityError("the state of a commit of torch.distributed.checkpoint is something else")
+    return IntegrityError("the state of a commit of torch.distributed.checkpoint is malformed")
 
 
 def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str, dict[str, Tree]]:
     """
     Return the settings of each parameter of *names*, whether groups are nested or flattened.
 
-    Of *values*, those are taken that have `PARAM_GROUPS` in their keys.
+    Only those *values* are used that have `PARAM_GROUPS` in their keys.
     """
     settings_by_name = {name: dict[str, Tree]() for name in names}
     by_group: dict[str, dict[str, Tree]] = {}
     for key, value in values.items():
         if PARAM_GROUPS in key:
-            # Nested groups are called by their number, and list their members; flattened, each parameter has its own.
+            # Nested groups are named by number and list their members; flattened, each parameter has its own settings.
             group_name, _, setting = key.partition(PARAM_GROUPS)[2].rpartition(".")
             by_group.setdefault(group_name, {})[setting] = value
     bare = {unwrapped(name): settings for name, settings in settings_by_name.items()}
@@ -162,7 +162,7 @@ def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str
 
 
 def plain_setting(tree: Tree, what: str) -> Tree:
-    """Return a setting, a tensor of one number as that; raises LayoutMismatch if *what* it is has several."""
+    """Return a setting, a one-number tensor as its number; raises LayoutMismatch about *what* for other tensors."""
     if not isinstance(tree, Tensor):
         return tree
     number = number_of(tree)
@@ -172,6 +172,6 @@ def plain_setting(tree: Tree, what: str) -> Tree:
 
 
 def updates_counted(tree: Tree) -> int | None:
-    """Return how many updates an optimizer's counter says; None if it is none. A float beyond these counts no more."""
+    """Return how many updates *tree* counts; None unless a whole number below `STEP_MAX`: floats count no further."""
     number = number_of(tree)
     return int(number) if number is not None and 0 <= number < STEP_MAX and number == int(number) else None

@@ -22,7 +22,7 @@ def parameter_shapes(config: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, .
     Return the parameters of the model that *config* describes, in the model's order; tied ones once.
 
     Raises:
-        Unsupported: Transformers or PyTorch is not installed, or Transformers makes no model of *config*.
+        Unsupported: Transformers or PyTorch is not installed, or Transformers cannot make a model from *config*.
     """
     # Before the import, which reads them.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -42,7 +42,7 @@ def parameter_shapes(config: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, .
     except Exception as exc:  # a config is free text: Transformers raises whatever its code runs into
         problem = " ".join(str(exc).split()) or type(exc).__name__
         raise Unsupported(
-            f"Transformers {transformers.__version__} makes no model of the config: {problem}", hint=_INSTEAD
+            f"Transformers {transformers.__version__} cannot make a model from the config: {problem}", hint=_INSTEAD
         ) from exc
     assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
     return tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())

@@ -4,8 +4,8 @@ PEFT's adapters: which ones a composite has, their names in files, and their fil
 A parameter of the adapter ``default`` is ``….lora_A.default.weight`` in the model and ``….lora_A.weight`` in its file,
 since loading gives the adapter a new name. Adapters other than ``default`` have folders of their own.
 
-If the base has its own file of an adapter, it is kept, with the tensors of other saves put in place. Without such a
-file, an export makes one by PEFT's rule for LoRA.
+If the base has its own file of an adapter, that file is kept, with the tensors from other saves replaced. Without such
+a file, an export makes one by PEFT's rule for LoRA.
 """
 
 import re
@@ -139,7 +139,7 @@ def plan_adapter(repo: Repository, file: SourceFile, slices: Slices, *, own: Col
     """
     Plan the *file* of an adapter's weights with the values of the chosen layers.
 
-    *own* are the parameters whose weights are those that the base saved.
+    *own* are the parameters whose weights the base itself saved.
 
     Raises:
         Unsupported: Some tensors of an adapter's file belong to unknown parameters.
@@ -152,18 +152,18 @@ def plan_adapter(repo: Repository, file: SourceFile, slices: Slices, *, own: Col
     strange = [tensor.name for tensor in weights.tensors if not tensor.layer_name]
     of_adapter = {name for name in older if adapter in name.split(".")}
     lost = of_adapter - {tensor.layer_name for tensor in weights.tensors}
-    # Only together: a stranger is kept as it is, unless it may be the very one that has to change.
+    # Refuse only if both exist: an unknown tensor is kept as it is, unless it may be the one that must change.
     if strange and lost:
         raise Unsupported(
-            f"{file.path} cannot be mixed of several saves: {strange[0]!r} in it is of no parameter, and "
+            f"{file.path} cannot be mixed from several saves: {strange[0]!r} in it belongs to no parameter, and "
             f"{min(lost)!r} is not in it",
-            hint="--policy exact takes all of one save",
+            hint="use --policy exact, for layers of one save only",
         )
     return _patched(file, weights, slices, older)
 
 
 def _patched(file: SourceFile, weights: WeightsFile, slices: Slices, names: Collection[str]) -> OutputFile:
-    """Plan *file*, which holds *weights*, but with the tensors of the parameters *names* from *slices*."""
+    """Plan *file*, which holds *weights*, with the tensors of the parameters *names* replaced from *slices*."""
     begin = 0
     literals: list[tuple[int, bytes]] = []
     pieces: list[Piece] = []
@@ -201,7 +201,7 @@ def plan_adapters(
     Plan a folder as PEFT's ``save_pretrained`` leaves it; return its weights, all its files, and notes.
 
     *files* are the base's; *own* are the parameters of the layers that it saved itself; *dtype* is the code of the
-    wanted element type, None for that of the files.
+    wanted element type, None to keep the files' own.
 
     Raises:
         Unsupported: A trained parameter has no place in such a folder, or an adapter's file cannot be made.
@@ -219,7 +219,7 @@ def plan_adapters(
             if not names:
                 raise Unsupported(
                     f"the base has {config.path}, but the chosen layers have no parameter of adapter {adapter!r}",
-                    hint="an adapter that is not trained is not in the checkpoint: take it from where it came from",
+                    hint="an adapter that is not trained is not in the checkpoint: copy it from where it came from",
                 )
             parameters = {name: slices.parameter(source) for name, source in names.items()}
             tensors = (
@@ -276,7 +276,7 @@ def header_of(repo: Repository, file: SourceFile) -> tuple[bytes, int]:
     if isinstance(content, bytes):
         return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
     begin = whole(content, 0).object_offset
-    repo.objects.verify(content.object)  # it decides what is written, and may not be read again
+    repo.objects.verify(content.object)  # now, as the header decides what is written, and may not be read again
     with repo.objects.open(content.object) as source:
         header = read_header(path, lambda start, count: source.read_at(begin + start, count), content.size_bytes)
     return header, content.size_bytes

@@ -64,7 +64,7 @@ def plan_export(
     started = time.monotonic()
     wanted_code, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
     base = composition.base
-    # An export has no moments, so those of its layers may differ.
+    # An export has no moments, so its layers may have different ones.
     versions = load_versions(repo, composition, states=False)
     slices, own = composition.slices(repo, versions), composition.own_parameters(versions)
     state = repo.state(base.states[0])  # the first rank's, which includes everything that no rank owns
@@ -132,14 +132,14 @@ def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[W
     """Yield the tensors of weights files that are kept byte for byte, because no name in them is a layer's."""
     for file in files:
         if WEIGHTS_FILE.fullmatch(file.path):
-            with suppress(Unsupported):  # an unknown element type: the names are the layers'
+            with suppress(Unsupported):  # unknown element types: the layers' own names are used
                 for tensor in tensors_in(Path(file.path), *header_of(repo, file), {}):
                     yield WeightTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
 
 
 def _in_model_order(tensors: list[WeightTensor], state: RankState) -> list[WeightTensor]:
     """Return *tensors* in the order of the model's own ``state_dict``, which decides how files are filled."""
-    module = TreeView.of(state.model).optional("module")  # that of DCP is in the order of layers
+    module = TreeView.of(state.model).optional("module")  # a commit of DCP has none: the order of layers stays
     places = {str(name): place for place, name in enumerate(module)}
     return sorted(tensors, key=lambda tensor: places.get(tensor.layer_name, len(places)))
 
@@ -170,7 +170,7 @@ def goes_along(path: str, *, tag: str) -> bool:
 def _read_config(
     repo: Repository, files: Iterable[SourceFile]
 ) -> tuple[SourceFile | None, dict[str, object] | None, str]:
-    """Return the base's config, its fields, and why these cannot be read; None for each that is missing."""
+    """Return the base's config and its fields (None for what is missing), and why the fields cannot be read."""
     file = next((file for file in files if file.path == CONFIG), None)
     if file is None:
         return None, None, ""
@@ -195,11 +195,11 @@ def _plan_config(
     if file is None:
         note = (
             f"the base has no {CONFIG}: from_pretrained needs the model's {CONFIG} beside the weights, "
-            "and its tokenizer files; the weights have the names that they have in memory, if no file told others"
+            "and its tokenizer files; the weights have their names in memory, unless a file of the base has others"
         )
         return [], [note]
     if code is None:
-        note = f"the parameters have several element types: {CONFIG} is as the base has it"
+        note = f"the parameters have several element types: {CONFIG} is the base's, unchanged"
         return [plan_source_file(file)], [note]
     if fields is None:
         note = f"the base's {CONFIG} is not JSON ({problem}): it is written as it is"

@@ -98,7 +98,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Views need no note, since they have the storage of what they view; what else is made is refused in `_blocks`.
+        # Views share the storage of what they view, so they need no note; `_blocks` refuses anything else that is made.
         name = func.overloadpacket.__name__
         if name in {"clone", "_reshape_copy", "contiguous"}:
             self._note(result, self.runs(args[0]))
@@ -157,7 +157,7 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
 def _places(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Return where each index of *shape* begins, the last dimension fastest."""
     if prod(shape) > RENAMED_RUNS_MAX:
-        raise Unsupported(f"{_TRANSFORMERS} turns this model's weights over, element by element")
+        raise Unsupported(f"{_TRANSFORMERS} rearranges this model's weights element by element")
     places = [0]
     for size, stride in zip(shape, strides, strict=True):
         places = [place + index * stride for place in places for index in range(size)]

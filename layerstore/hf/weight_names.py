@@ -44,14 +44,14 @@ Ask = Callable[[Mapping[str, Sequence[int]], Mapping[str, Sequence[int]]], Mappi
 
 @dataclass(slots=True, kw_only=True)
 class ExportTensors:
-    """The tensors of an export, every piece of memory once, and notes on them for the reader."""
+    """The tensors of an export, with tied memory only once, and notes on them for the user."""
 
     parameters: Mapping[str, Parameter]
     buffers: Mapping[str, Buffer]
     dtype: str | None
     """The code of the requested element type; None for each parameter's own."""
     is_own: Callable[[str], bool]
-    """Whether the weights of a parameter are those that the base saved."""
+    """Whether the base itself saved the weights of a parameter."""
     ask: Ask
     notes: list[str] = field(default_factory=list)
     _by_name: dict[str, WeightTensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class ExportTensors:
         unlike, others = [], []
         has_saved = False
         aliases = {alias for parameter in self.parameters.values() for alias in parameter.aliases}
-        for tensor in sorted(saved, key=lambda tensor: tensor.name in aliases):  # under its own name, if under several
+        for tensor in sorted(saved, key=lambda tensor: tensor.name in aliases):  # own names before aliases
             source = supplier_of(tensor.name, known)
             supplier = tensor.layer_name or (None if source is None else source.name)
             fits = self._fits(tensor, supplier)
@@ -104,19 +104,19 @@ class ExportTensors:
                 left_out.append(tensor.name)
             else:
                 self._add(tensor)
-        self._note(left_out, "in the base's own weights files, but in no layer; left out, being of the base alone")
+        self._note(left_out, "in the base's own weights files, but in no layer; left out, as only the base has it")
         self._note(unlike, "the base's own weights files have other values than its layers; the layers' are written")
         if self.dtype:
             fixed = [name for name, parameter in self.parameters.items() if parameter.dtype not in FLOATS]
-            self._note(fixed, "no floating point, so written unchanged")
+            self._note(fixed, "not floating point, so written unchanged")
 
     def _fits(self, tensor: WeightTensor, supplier: str | None) -> bool:
-        """Whether *tensor* has as many elements as *supplier*, unless that is unknown."""
+        """Whether *tensor* has as many elements as *supplier*; true if the supplier is unknown."""
         source = self.parameters.get(supplier or "") or self.buffers.get(supplier or "")
         return source is None or prod(source.shape) == prod(tensor.shape)
 
     def _plain_rest(self) -> list[str]:
-        """Return the parameters that are in none of the base's files so far, except adapters'."""
+        """Return the parameters that have not been added yet, except adapters'."""
         return [name for name in self.parameters if name not in self._covered and not is_of_adapter(name)]
 
     # -- names that only Transformers knows ----------------------------------------------------------------------
@@ -162,7 +162,7 @@ class ExportTensors:
         is_whole = len(runs) == 1 and runs[0].elements == prod(first.shape)
         if any(part.dtype != first.dtype for part in parts) or (first.source is TensorSource.BUFFER and not is_whole):
             raise Unsupported(f"{name!r} consists of {suppliers[0]!r} and others in a way that cannot be written")
-        # Only then are the base's own bytes written, whose checksum is known.
+        # Only the base's own bytes have a known checksum.
         is_same = (
             tensor is not None and tensor.dtype == first.dtype and len(suppliers) == 1 and self.is_own(suppliers[0])
         )
@@ -264,7 +264,7 @@ def ask_transformers(
         Unsupported: Transformers is not installed, or does not know.
     """
     named = f" (the base's own weights files have {next(iter(expected))!r})" if expected else ""
-    problem = f"the weights are named otherwise in files than in memory{named}"
+    problem = f"the weights have other names in files than in memory{named}"
     if config is None:
         raise Unsupported(f"{problem}, and without a config.json nothing tells how", hint=_INSTEAD)
     if importlib.util.find_spec("transformers") is None:

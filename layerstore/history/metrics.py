@@ -25,7 +25,7 @@ METRICS = "metrics"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What training had measured by a save."""
+    """What training had measured by the time of a save."""
 
     at_save: dict[str, float]
     """At the save's own step, by name; some values may be NaN."""
@@ -33,7 +33,7 @@ class Measured:
     """All that the Trainer had logged."""
 
     def by_step(self) -> list[tuple[int, dict[str, float]]]:
-        """Return every step that the Trainer had logged; one that it also evaluated comes twice."""
+        """Return every step that the Trainer had logged; a step that it also evaluated comes twice."""
         return [
             (int(step), dict(_floats(entry)))
             for entry in self.entries
@@ -43,10 +43,10 @@ class Measured:
 
 def measured_by(repo: Repository, record: CommitRecord, *, view: RunView | None = None) -> Measured:
     """
-    Return what training had measured by the save of *record*.
+    Return what training had measured by the time of the save *record*.
 
-    A Trainer may save a step before it logs it. If its log has nothing of the step, that of the attempt's next commit
-    counts; *view* is the run, for those who ask about many commits.
+    A Trainer may save a step before it logs it. If its log has nothing for the step, the log of the attempt's next
+    commit counts. Callers that ask about many commits pass the run's *view*.
 
     Raises:
         IntegrityError: The commit's state is damaged.
@@ -63,7 +63,7 @@ def measured_by(repo: Repository, record: CommitRecord, *, view: RunView | None 
 
 
 def metrics_if_sound(repo: Repository, record: CommitRecord, *, view: RunView | None = None) -> dict[str, float] | None:
-    """Return what it measured at its own step, or None if the state beside the layers is damaged."""
+    """Return what training measured at the step of *record*, or None if the commit's state is damaged."""
     try:
         return measured_by(repo, record, view=view).at_save
     except IntegrityError:
@@ -75,7 +75,7 @@ def _first_state(repo: Repository, record: CommitRecord) -> RankState | None:
 
 
 def _measured(state: RankState) -> dict[str, float]:
-    """Return the numbers in client_state: all under ``metrics``, and those with a fraction at its top."""
+    """Return the numbers in client_state: all under ``metrics``, and the floats at its top."""
     tree = state.model.tree
     match tree:
         case {"values": {"client_state": (_, dict(kept))}}:  # of FSDP2; see handover/dcp_state.py
@@ -92,7 +92,7 @@ def _numbers(tree: Mapping[Tree, Tree]) -> dict[str, float]:
     numbers = {}
     for name, value in tree.items():
         if isinstance(name, str) and isinstance(value, int | float) and not isinstance(value, bool):
-            with suppress(OverflowError):  # whole numbers of any size are kept; such a one measures nothing
+            with suppress(OverflowError):  # an integer may be too large for a float; it measures nothing
                 numbers[name] = float(value)
     return numbers
 
@@ -105,7 +105,7 @@ def _logged_later(repo: Repository, record: CommitRecord, view: RunView | None) 
     """Return what the log of the attempt's next commit has for the step of *record*."""
     rows = [] if view is None else view.of_attempt(record.attempt)
     after = bisect_right(rows, record.step, key=attrgetter("step"))
-    # A damaged one is reported where it is read for its own sake.
+    # A damaged commit is reported when a caller asks for it.
     with suppress(IntegrityError, NotFound):
         for row in rows[after : after + 1]:
             state = _first_state(repo, repo.catalog.commit(row.name).record)

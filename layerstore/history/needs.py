@@ -16,7 +16,7 @@ _ROW = struct.Struct(">16sQ")  # an id and a size; sorted as bytes, they are in 
 
 
 class NumberedRefs:
-    """References, each with the numbers of all that named it; about 110 bytes each."""
+    """References to objects, each with the numbers of all that name it; about 110 bytes each."""
 
     PARTS = 256
 
@@ -67,7 +67,7 @@ def named_by(repo: Repository, blob: BlobRef, *, reads_tensors: bool = True) -> 
     """
     Return the objects that *blob*, a version or a rank's state, needs.
 
-    Of a version, *reads_tensors* says whether its tensors, which are nearly all of it, are checked as well.
+    For a version, *reads_tensors* says whether its tensors, which are nearly all of it, are checked too.
 
     Raises:
         IntegrityError: It is damaged, missing, or another kind of object.
@@ -84,7 +84,7 @@ class Needs:
     """
     Every object that some records and parts need; a blob that many share is read once.
 
-    Each object keeps the number that it was first added with. Skip whatever *besides* already covers.
+    Each object keeps the number that it was first added with. Objects that *besides* already has are skipped.
     """
 
     def __init__(self, repo: Repository, *, besides: "Needs | None" = None) -> None:
@@ -113,7 +113,7 @@ class Needs:
 
     def add_readable(self, record: CommitRecord) -> list[BlobRef]:
         """
-        Add what *record* needs, except for damaged blobs, since what those name is unknown; return what is new.
+        Add what *record* needs, except for damaged blobs, since what they name is unknown; return what is new.
 
         A damaged blob is itself left out: at its place, it would promise that everything it names exists.
         """
@@ -132,7 +132,7 @@ class Needs:
         if ref.id in self or self._is_left_out(ref):
             return []
         # The blob itself comes last, so that an unreadable one is tried again.
-        # No tensors: a collection asks every version that is kept.
+        # Without tensors: a collection reads every version that is kept.
         inner = self.add(named_by(self._repo, ref, reads_tensors=False), number=number)
         return [*inner, *self.add([ref], number=number)]
 

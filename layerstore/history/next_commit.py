@@ -61,7 +61,7 @@ class NextCommit:
         """
         Return the position of a run resumed from *record*: the commit *of_commit*, or a composite based on it.
 
-        Resumed from the tip of the newest attempt as it stands, that attempt continues; otherwise a new one forks.
+        If that is the tip of the newest attempt, as it stands, the attempt continues; otherwise a new one forks.
         """
         newest = None if view is None else next(view.history(view.newest_attempt), None)
         if view is None or newest is None or newest.id != of_commit or not is_as_it_stands:
@@ -86,7 +86,7 @@ class NextCommit:
         resumed_from: str | None,
     ) -> "NextCommit":
         """
-        Return the place of a new commit at *step*: in the newest attempt, or in one that it opens.
+        Return the place of a new commit at *step*: in the newest attempt, or in a new one.
 
         Raises:
             InvalidInput: *rollback* or *resumed_from* contradicts the run's history.
@@ -105,7 +105,7 @@ class NextCommit:
                     f"--rollback: step {step} is after {view.run}@{tip}, the newest: training did not go back",
                     hint="leave --rollback out",
                 )
-            # Training that went back to before the first save began anew.
+            # Training that went back to before the first save started from scratch.
             return cls.begun(view) if before is None else _fork(view, before, left=attempt)
         return cls(
             attempt=attempt,
@@ -128,7 +128,7 @@ class NextCommit:
         return replace(self, attempt=attempt, lineage=(fork, *self.lineage))
 
     def avoiding(self, view: RunView | None, taken: Collection[int]) -> "NextCommit":
-        """Return this place, or the same in the next free attempt if another job has *taken* its attempt."""
+        """Return this place, or this place in the next free attempt if other jobs have *taken* its own."""
         if self.attempt not in taken:
             return self
         moved = self.moved_to(view, 1 + max(_newest_number(view), *taken))
@@ -153,9 +153,9 @@ class NextCommit:
         flags: tuple[str, ...] = (),
     ) -> CommitRecord:
         """
-        Return the record of a commit here: *versions* of the layers that are *due*, the others inherited.
+        Return the record of a commit here: *versions* of the layers that are *due*; the others are inherited.
 
-        Those of them that are *compact* are so for the Nth time in a row.
+        *compact* gives, for each layer saved compactly, how many times in a row it now was.
         """
         origin = Origin(run=run, attempt=self.attempt, step=step, save_number=self.save_number)
         entries = tuple(
@@ -188,7 +188,7 @@ class NextCommit:
         )
 
     def own_numbers(self, run: str) -> dict[str, int]:
-        """Return the save number of each inherited layer that was saved in *run* before this."""
+        """Return the save number of each inherited layer that an earlier save of *run* saved."""
         origins = {layer: entry.origin for layer, entry in self.inherited.items() if entry.origin.run == run}
         return {layer: origin.save_number for layer, origin in origins.items() if origin.save_number < self.save_number}
 
@@ -198,28 +198,28 @@ def _newest_number(view: RunView | None) -> int:
 
 
 def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> NextCommit:
-    """Open an attempt that inherits the layers of what training was resumed from, a commit or a composite."""
+    """Open an attempt that inherits the layers of *ref*, the commit or composite that training resumed from."""
     record = resolve(repo, ref).record
     is_of_run = view is not None and record.run == view.run
     if view is not None and view.attempts and not is_of_run:
         raise InvalidInput(
-            f"--resumed-from {ref} is of run {record.run!r}, and {view.run!r} has commits already",
-            hint="only a new run can begin from another one's commit",
+            f"--resumed-from {ref} belongs to run {record.run!r}, but {view.run!r} has commits already",
+            hint="only a new run can begin from another run's commit",
         )
     if is_of_run and step <= record.step:
         raise InvalidInput(
-            f"--resumed-from {ref} is step {record.step}, and the checkpoint is of step {step}: not after it",
-            hint="name the commit or composite that training went on from",
+            f"--resumed-from {ref} is step {record.step}, but the checkpoint is from step {step}: not after it",
+            hint="name the commit or composite that training resumed from",
         )
     return _fork(view, record)
 
 
 def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None) -> NextCommit:
-    """Open the attempt that continues from *record*, which may be of another run."""
+    """Open the attempt that continues from *record*, which may belong to another run."""
     if view is None or record.run != view.run:
-        # A fork names an attempt of its own run: of another run, only the layers are inherited.
+        # A fork names an attempt of its own run; from another run, only the layers are inherited.
         return NextCommit(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
-    # After a rollback, training has left the newest attempt, even if the save before is of an earlier one.
+    # After a rollback, training has left the newest attempt, even if the previous save belongs to an earlier one.
     attempt = record.attempt if left is None else left
     lineage = record.lineage if attempt == record.attempt else view.lineage_of(attempt)
     return NextCommit(
@@ -246,13 +246,13 @@ class Reserved:
     lock: ExitStack
     """Holds the attempt."""
     passed: tuple[Locked, ...]
-    """Why earlier attempts were passed over."""
+    """Why earlier candidates were skipped: other jobs hold them."""
     doubt: StorageIO | None
     """Why it could not be locked; another job may save it too. None if it is locked."""
 
 
 def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], NextCommit], *, held: int = 0) -> Reserved:
-    """Lock an attempt: *placed* picks a place, given the attempts that others hold. *held* is ours already."""
+    """Lock an attempt: *placed* picks a place, given the attempts that others hold. We hold *held* already."""
     taken: dict[int, Locked] = {}
     while True:
         place, lock, doubt = placed(taken.keys()), ExitStack(), None
@@ -263,5 +263,5 @@ def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Next
                 taken[place.attempt] = exc
                 continue
             except StorageIO as exc:
-                doubt = exc  # no lock can be had here: only the courtesy is lost
+                doubt = exc  # locks do not work here: only the courtesy is lost
         return Reserved(place=place, lock=lock, passed=tuple(taken.values()), doubt=doubt)

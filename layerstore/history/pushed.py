@@ -44,9 +44,9 @@ def note_pushed(
     repo: Repository, url: str, commits: Collection[CommitId], *, before: Collection[CommitId] = ()
 ) -> None:
     """
-    Note that the remote at *url* has *commits*, and no longer those of *before* that are not among them.
+    Note that the remote at *url* has *commits*, and no longer has the other commits of *before*.
 
-    What another push has noted meanwhile stays. A store that cannot be written to gets a warning and no note.
+    What another push has noted in the meantime stays. If the store cannot be written, warn instead.
     """
 
     def noted() -> bytes | None:

@@ -1,5 +1,5 @@
 """
-References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to the one commit they mean.
+Resolve references to commits: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP``, a commit's id or a pin's name.
 """
 
 import re
@@ -17,7 +17,7 @@ from layerstore.nearest import did_you_mean
 from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.units import SHORT_ID_DIGITS, short_id
 
-# The beginning of a commit's id, as in git. One that is no shorter than those that `log` shows can be nothing else.
+# The beginning of a commit's id, as in git. At the length that `log` shows, it is nothing else.
 _ID_DIGITS_MIN = 4
 _COMMIT_ID = re.compile(f"[0-9a-f]{{{_ID_DIGITS_MIN},32}}")
 
@@ -30,7 +30,7 @@ class Resolved:
     commit: CommitId
     """The id of the commit, or of a pin's base."""
     pin: str | None
-    """The pin's name, if it is one."""
+    """The pin's name, if the reference is a pin."""
     time_ns: int
     """When it was written, by the writer's clock."""
 
@@ -93,7 +93,7 @@ def locate(
     *view_of* may return a run's view from a cache, for callers who look up many references.
     """
     reference = parse_reference(text)
-    # A run of the same name, made in the same moment, goes first.
+    # A run of the same name, made at the same moment, takes precedence.
     if reference.name in pins and not repo.records.names(reference.name):
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
@@ -119,12 +119,12 @@ def _hint_at_dropped_step(repo: Repository, view: RunView, reference: Reference)
 
 
 def begins_id(text: str) -> bool:
-    """Whether *text* may be the beginning of a commit's id; a short number is a step that somebody wrote alone."""
+    """Whether *text* may be the beginning of a commit's id; a short number is a step without its run."""
     return _COMMIT_ID.fullmatch(text) is not None and not (text.isdecimal() and len(text) < SHORT_ID_DIGITS)
 
 
 def ambiguous_id(text: str, ids: Iterable[str]) -> InvalidInput:
-    """Return the error for *text*, with which several *ids* begin."""
+    """Return the error for *text*, which several *ids* begin with."""
     known = list(ids)
     return InvalidInput(
         f"{len(known)} commits begin with {text!r}",
@@ -154,8 +154,8 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
     """Return the row of *view* that *reference* means."""
     attempts = view.attempts
     if reference.back or not attempts:
-        # It may have been an attempt of its own, and would not be counted. Without attempts there is nothing but
-        # damage: of commits that replace each other, the last is visible.
+        # A damaged record may be an attempt of its own, which would not be counted. Without attempts, all records are
+        # damaged: of commits that replace each other, the last is visible.
         _raise_damaged(view)
     if reference.back >= len(attempts):
         raise NotFound(
@@ -175,7 +175,7 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
 
 def _check_undamaged(view: RunView, step: int, *, tip: bool) -> None:
     """
-    Raise if a damaged record at *step*, or after it if the *tip* is asked for, might be the one that is meant.
+    Raise if a damaged record at *step*, or after it if the *tip* is asked for, might be the record that is meant.
 
     It might also supersede an intact one, which must not silently reappear.
     """
@@ -207,7 +207,7 @@ def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exceptio
         attempt_named = f"{view.run}~{back}"
         return NotFound(
             f"{view.run}@{reference.step} belongs to an earlier attempt",
-            hint=f'{attempt_named}@{reference.step} names it; in Python, resume(…, run="{attempt_named}") takes it',
+            hint=f'{attempt_named}@{reference.step} names it; in Python, use resume(…, run="{attempt_named}")',
         )
     rows = list(view.history(attempt))[::-1]
     steps = [str(row.step) for row in rows]

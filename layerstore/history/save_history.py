@@ -1,7 +1,7 @@
 """
 The past, seen from a commit: its run's saves, newest first, and how long ago the layers of a composite were saved.
 
-Below a fork, the saves are those of the earlier attempt.
+Up to its fork, an attempt shares the saves of the earlier attempt.
 """
 
 from collections import Counter
@@ -27,13 +27,13 @@ def saved_at(repo: Repository, save: Saving) -> RecordName | None:
 
 
 def has_shrunk(repo: Repository, view: RunView) -> bool:
-    """Whether gc, which takes no lock against writers, has removed a commit of *view* since."""
+    """Whether gc, which takes no lock against writers, has removed a commit of *view* since it was read."""
     present = repo.catalog.find(view.run)
     return present is None or not present.rows.keys() >= view.rows.keys()
 
 
 def view_read_again(repo: Repository, run: str, step: int) -> RunView | None:
-    """Return the view of *run* after rereading the records at *step*: some may be damaged since they were indexed."""
+    """Return the view of *run* after rereading the records at *step*, which may be damaged since they were indexed."""
     repo.records.refresh()
     view = repo.catalog.find(run)
     if view is None:
@@ -75,11 +75,11 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
 
 def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
     """
-    Return the newest save up to *resolved*, in its history, that was kept bit for bit: itself if it was.
+    Return the newest save up to *resolved*, in its history, that was kept bit for bit: *resolved* itself if it was.
 
     Raises:
         NotFound: There is none.
-        IntegrityError: A record in between is damaged; it might be the one.
+        IntegrityError: A record in between is damaged; it might be that save.
         Conflict: A step has two commits.
     """
     record = resolved.record
@@ -93,7 +93,7 @@ def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
         name = resolved.pin or reference_to(repo, record)
         raise NotFound(
             f"no save up to {name} is exact: each has layers that were not kept bit for bit",
-            hint=f"layerstore show {typed(name)} says what they lost; without exact, it is taken as it is",
+            hint=f"layerstore show {typed(name)} says what they lost; without exact, it is used as it is",
         )
     return Resolved.of_commit(repo.catalog.commit(exact.name))
 
@@ -109,13 +109,13 @@ class SaveHistory:
         self._seen: list[RecordRow] = []
 
     def saves(self) -> Iterator[RecordRow]:
-        """Yield them, numbered in step order, whatever order they were saved in."""
+        """Yield the saves, numbered in step order, whatever order they were made in."""
         record, view = self._base.record, self._view
         observed = Observed(time_ns=self._base.time_ns, bytes_new=0, bytes_reused=0)
         base = row_of(Commit(id=CommitId(self._base.commit), record=record, observed=observed))
         number = record.save_number if view is None else view.number_at(record.attempt, record.step, default=base)
         for row in [base] if view is None else self._with_older(base, view):
-            # Before it is yielded: who takes it asks by its position next.
+            # Before the yield: the caller then asks about the save by its position.
             self._seen.append(row)
             yield row._replace(save_number=number)
             number -= 1
@@ -126,7 +126,7 @@ class SaveHistory:
         yield from saves_below(view, attempt=base.attempt, step=base.step)
 
     def decided(self, position: int, policy: Policy) -> frozenset[str] | None:
-        """Return what *policy* chose at the save of *position*; None if that was full, or under another policy."""
+        """Return what *policy* chose at the save of *position*; None if that save was full, or used another policy."""
         row = self._seen[position]
         if row.is_full:
             return None
@@ -169,7 +169,7 @@ class LayerAge:
     steps: int | None
     """Steps before the base; negative if newer, None if from another run."""
     saves: int | None
-    """Saves before the base; None also if saves and steps are in different orders."""
+    """Likewise, saves before the base; None also if save numbers and steps are in different orders."""
     optimizer_step: int | None
     """The optimizer's update count."""
 
@@ -204,7 +204,7 @@ class Staleness:
 
     @property
     def trained(self) -> tuple[LayerAge, ...]:
-        """The layers that the optimizer updates: the others are the same at every save."""
+        """The layers that the optimizer updates, or all if there are none; the others are the same at every save."""
         return tuple(age for age in self.layers if age.optimizer_step is not None) or self.layers
 
     @property
@@ -228,7 +228,7 @@ class Staleness:
 
 
 def others_in(base: CommitRecord, layers: Sequence[LayerEntry]) -> tuple[int, bool] | None:
-    """Count the *layers* of a mixture that are not from *base*, and say whether all are older; None if it is none."""
+    """Return how many trained *layers* are not from *base*, and whether all those are older; None if none are mixed."""
     staleness = Staleness.of(base, layers)
     if not staleness.is_mixed:
         return None
@@ -248,7 +248,7 @@ def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
         attempt=origin.attempt,
         step=origin.step,
         steps=steps if is_own else None,
-        # A step that was filled in later has a number that says nothing about its age.
+        # The save number of a step that was filled in later says nothing about its age.
         saves=saves if is_own and _sign(saves) == _sign(steps) else None,
         optimizer_step=entry.optimizer_step,
     )

@@ -24,7 +24,7 @@ class Gathered:
     parameters: Mapping[str, Parameter]
     by_supplier: Mapping[str, tuple[GatheredSource, ...]]
     whole: tuple[GatheredSource, ...]
-    """Those of them that are in the model's file."""
+    """The gathered tensors that are in the model's file."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Gathered":
@@ -38,7 +38,7 @@ class Gathered:
         return cls(parameters, by_supplier, checkpoint.whole)
 
     def only(self, names: Collection[str]) -> "Gathered":
-        """Return what concerns the parameters *names* alone."""
+        """Return only what concerns the parameters *names*."""
         return Gathered(
             {name: self.parameters[name] for name in names if name in self.parameters},
             {name: self.by_supplier[name] for name in names if name in self.by_supplier},
@@ -74,7 +74,7 @@ class GatheredCheck:
         return Compared(self._alike, frozenset(self._unlike))
 
     def join(self, compared: Compared) -> None:
-        """Add what another process *compared*: other elements."""
+        """Add what another process *compared*: different elements from ours."""
         # Without the lock: this process's own threads are done.
         self._unlike |= compared.unlike
         for tensor, elements in compared.alike.items():
@@ -95,8 +95,8 @@ class GatheredCheck:
         """
         Yield the gathered tensors that become the stored weights of their layer.
 
-        These belong to trained parameters with a single gathered tensor, which differs from their rounded master; under
-        stages 1 and 2, with one in the model's file.
+        They belong to trained parameters and differ from the rounded master. A parameter must have only one gathered
+        tensor or, under stages 1 and 2, one in the model's file.
         """
         for name in sorted(self._by_supplier.keys() & set(names)):
             tensors = self._by_supplier[name]
@@ -108,7 +108,7 @@ class GatheredCheck:
     def witness(self, source: ObjectSource) -> Witness | None:
         """Return a callback that compares the slices of *source* with gathered tensors; None if there are none."""
         is_of_rank_0 = source.shard == 0  # rank 0 gathered
-        # Gathered weights never have moments, and of buffers that differ they have the first rank's.
+        # Gathered weights never have moments, and where ranks' buffers differ, they have the first rank's.
         if source.kind is Kind.OPTIMIZER or (source.kind is Kind.BUFFERS and not is_of_rank_0):
             return None
 

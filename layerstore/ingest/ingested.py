@@ -25,14 +25,14 @@ class Ingested:
     is_new: bool
     """False if this content was saved before: then only what the store had lost was written."""
     record_healed: bool
-    """Whether its record was damaged and is written again."""
+    """Whether its record was damaged and was written again."""
     layers: tuple[str, ...]
     layers_saved: tuple[str, ...]
     """Those that were due; the others are inherited."""
     layers_compact: tuple[str, ...]
-    """Those of them that are not kept bit for bit."""
+    """Those of `layers_saved` that are not kept bit for bit."""
     precision: str
-    """How finely they were to be kept; some are exact all the same."""
+    """The precision that was asked for; some layers are exact all the same."""
     objects_new: int
     objects_reused: int
     bytes_new: int

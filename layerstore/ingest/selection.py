@@ -59,7 +59,7 @@ def _samples(
     """
     Yield samples of the masters in *version* and in *layer*, and of its second moments if the optimizer has any.
 
-    Before them stands how many elements each sampled one stands for.
+    Each tuple begins with the number of elements that one sampled element represents.
     """
     slices = Slices([version])
     masters, squares = _slices(layer, Kind.MASTER), _slices(layer, Kind.OPTIMIZER, state=SECOND_MOMENT)
@@ -74,7 +74,7 @@ def _samples(
         for begin, end in sampled(elements):
             old = b""
             for piece in slices.pieces(Kind.MASTER, name, dtype=old_type, offset=0, begin=begin, end=end):
-                # Not verified: these numbers decide which layers are due, and go into none.
+                # Not verified: these numbers only decide which layers are due, and are not stored.
                 with repo.open_object(piece.object) as file:
                     old += file.read_at(piece.object_offset, piece.size_bytes)
             yield (
@@ -130,7 +130,7 @@ def sampled(elements: int) -> Iterator[tuple[int, int]]:
 
 def sample_weight(elements: int) -> float:
     """
-    Return how many elements of a parameter of *elements* elements each sampled one stands for.
+    Return how many elements one sampled element represents, in a parameter of *elements* elements.
 
     Without it a norm of 4,096 elements, all of them near 1, would count for as much as a matrix of millions.
 
@@ -159,9 +159,9 @@ def layers_due(
         }
         moved = movements(repo, layers, place.inherited)
         save = replace(save, movements=moved.relative, weighted_movements=moved.weighted, sizes=sizes)
-    # 0: at an ingest, the half that `fresh` names is that of the first save.
+    # 0: at an ingest, `fresh` names the half that the first save stores.
     due = due_layers(anchored(policy, 0), save)
-    # Whatever the policy says: what cannot be inherited has to be stored.
+    # Whatever the policy says, layers that cannot be inherited must be stored.
     due |= {
         layer.layer
         for layer in layers

@@ -1,4 +1,4 @@
-"""Read the checkpoint that is to be ingested: DeepSpeed's, or PyTorch's distributed one, by itself or onto a commit."""
+"""Read the checkpoint to ingest: DeepSpeed's, or PyTorch's distributed one, either on its own or onto a commit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class IngestSource:
 
 def read_source(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
     """
-    Read and check the checkpoint at *path*, of whatever engine. Writes nothing.
+    Read and check the checkpoint at *path*, from any engine. Writes nothing.
 
     Raises:
         SourceCheckpoint: It is damaged or incomplete, or there is none.
@@ -42,8 +42,8 @@ def read_source(repo: Repository, path: Path, options: IngestOptions) -> IngestS
     if options.pin is not None:
         check_pin_name(repo, options.pin)
     if options.rollback and options.resumed_from is not None:
-        raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
-    # Before the checkpoint is read, which can take minutes: a store that takes no saves refuses at once.
+        raise InvalidInput("--rollback and --resumed-from were both given", hint="leave --rollback out")
+    # Before the checkpoint is read, which can take minutes: a store that accepts no saves refuses at once.
     repo.prepare_saving()
     if options.onto is not None:
         source = _onto(repo, path, options)
@@ -67,7 +67,7 @@ def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> Inges
         )
     pattern = compile_pattern(options.layer_pattern)
     found = discover(path, tag=options.tag, follow=options.follow)
-    # Before it is read as a shard, which would only name what it lacks.
+    # Before it is read as a shard: that error would only name what the file lacks.
     refuse_pointer(found.ranks[0].model)
     run = _checked_run(repo, found.run_name if options.run is None else options.run)
     checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=options.allowed_globals)
@@ -113,7 +113,7 @@ def _onto(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
 
 
 def _check_newest(repo: Repository, base: Resolved, step: int) -> None:
-    """Raise Conflict if the run has gone on from *base* without *step*: two histories would be one."""
+    """Raise Conflict if the run has newer saves than *base*, but none at *step*: two histories would be merged."""
     view = repo.catalog.find(base.record.run)
     rows = [] if view is None else list(view.history(view.newest_attempt))
     newest = max((row.step for row in rows), default=0)

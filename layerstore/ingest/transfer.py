@@ -56,18 +56,18 @@ def transfer(
     """
     Stage the layers *due* of *checkpoint*, with or without their *moments*, and everything that is not a layer.
 
-    Those of them that are *compact* are kept in fewer bytes.
-    All processes that share the work in *repo* stage layers, this one also the rest. *known_before* says that the store
-    is likely to have all of it.
+    Layers in *compact* are kept in fewer bytes.
+    All processes that share the work in *repo* stage layers; this one also stages the rest. *known_before* says that
+    the store is likely to have all of it.
 
     Raises:
-        SourceCheckpoint: A byte of the source has changed since it was written, or the source changed meanwhile.
+        SourceCheckpoint: A byte of the source has changed since it was written, or a file changed while it was read.
     """
     source = _Source(folder=checkpoint.found.folder, gathered=Gathered.of(checkpoint), known_before=known_before)
     with _reading(source, writer, progress, _workers(codes=bool(compact.older))) as readers:
         content = _Transfer(repo, checkpoint, source, readers, writer, due, moments, compact).run(progress)
         readers.checksums.check(checkpoint.checks, readers.reader)
-    # Last: a file that was changed while it was read shows it by now.
+    # Last, so that a file that changed while it was read is noticed.
     check_unchanged(checkpoint.found)
     return content
 
@@ -76,7 +76,7 @@ _BATCHES = 32
 """For each thread: enough that none is idle for long at the end."""
 
 Planned = tuple[ObjectSource, Compact | None]
-"""An object to stage, and how it is kept if not as it is."""
+"""An object to stage, and how it is coded; None if it is kept as it is."""
 
 
 # -- one process's share -------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class _Readers:
 
     def objects(self, sources: Sequence[Planned]) -> list[StoredObject]:
         """Stage *sources*, comparing them with the gathered weights on the way."""
-        # Thousands of small objects are handed out by the dozen.
+        # Small objects come in thousands, so they are handed out in batches.
         count = max(1, len(sources) // (_BATCHES * WORKERS_MAX))
         batches = [sources[start : start + count] for start in range(0, len(sources), count)]
         return list(chain.from_iterable(run_all(self.pool, self._staged, batches)))
@@ -227,7 +227,7 @@ class _Transfer:
         )
 
     def _doubts(self, layers: Sequence[LayerSource]) -> Iterator[str]:
-        """Note if all weights in the model's file differ from their masters; raise if it is of another save."""
+        """Note if all weights in the model's file differ from their masters; raise if it belongs to another save."""
         names = {parameter.name for layer in layers for parameter in layer.parameters}
         whole = [tensor for tensor in self.checkpoint.whole if tensor.supplier in names]
         if not whole or any(map(self.readers.check.is_derived, whole)):
@@ -235,10 +235,10 @@ class _Transfer:
         differ = f"{whole[0].file}: none of its weights is its rounded master"
         if self.checkpoint.is_doubted:
             raise LayoutMismatch(
-                f"{differ}, and engine and optimizer have counted otherwise: it is another save's",
+                f"{differ}, and engine and optimizer have different update counts: it is another save's",
                 hint="put the files of one save together, or ingest another checkpoint",
             )
-        yield f"{differ}; they are stored besides, and compose writes them as they are"
+        yield f"{differ}; they are stored separately, and compose writes them as they are"
 
     def _objects(self, sources: list[Planned], progress: Progress) -> list[StoredObject]:
         """Stage *sources*, split among the processes."""
@@ -287,7 +287,7 @@ class _Transfer:
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
         stored = None
-        # Also of what is derived: compose compares with it what it has rounded.
+        # Derived tensors have it too: compose checks what it has rounded against it.
         checksum, _ = crc32_of(self.readers.gathered, tensor.file, tensor.offset_bytes, tensor.size_bytes)
         if in_layer or self.readers.check.is_derived(tensor):
             is_parameter = tensor.supplier in self.source.gathered.parameters

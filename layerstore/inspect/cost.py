@@ -1,8 +1,8 @@
 """
 The cost of saves: storage during a run, and idle GPUs.
 
-The model: every save is pushed to a bucket, which is collected every hour if anything is to go. Requests are not
-counted: what a push asks depends on what is there already.
+The model: every save is pushed to a bucket, from which gc deletes every hour if there are retention rules. Requests
+are not counted: how many a push makes depends on what the bucket already holds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from layerstore.limits import GC_GRACE_SECONDS, REMOTE_GRACE_SECONDS, REMOTE_PAR
 MONTH_SECONDS = 365.25 * 86400 / 12
 GB = 10**9
 COLLECTED_SECONDS = 3600.0
-"""How often a bucket is collected."""
+"""How often gc runs on a bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Prices:
         try:
             gb_month, gpu_hour = map(float, words)
         except ValueError as exc:
-            what = f"{len(words)} instead of two" if len(words) != 2 else "not all of them numbers"
-            raise InvalidInput(f"--price {text!r} are not prices: {what}", hint=_PRICES) from exc
+            what = f"{len(words)} instead of two values" if len(words) != 2 else "not all of them are numbers"
+            raise InvalidInput(f"invalid --price {text!r}: {what}", hint=_PRICES) from exc
         return cls(gb_month=gb_month, gpu_hour=gpu_hour)
 
 
@@ -60,7 +60,7 @@ class FileTotals:
     count: int = 0
     size_bytes: int = 0
     puts: int = 0
-    """Requests that send them."""
+    """Requests that upload them."""
 
     @classmethod
     def alike(cls, count: int, size_bytes: int) -> Self:
@@ -74,19 +74,19 @@ class FileTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveGroup:
-    """Files that are saved at the same saves, such as those of layers that are due together."""
+    """Files that the same saves write, such as the files of layers that are due together."""
 
     files: FileTotals
     """What each of these saves writes."""
     blobs: int = 0
     """Version blobs that name them."""
     due: Sequence[int] = ()
-    """When in a cycle, counted from 0. The run's first save, which is exact and full, is before the first cycle."""
+    """Their positions in a cycle, from 0. The run's first save, which is exact and full, is before the first cycle."""
     cycle: int = 1
     is_in_first: bool = True
 
     def saves(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the saves, of *count*, that have them."""
+        """Yield the numbers of the saves, out of *count*, that write these files."""
         if self.is_in_first:
             yield 0
         for begin in range(1, count, self.cycle):
@@ -113,13 +113,13 @@ class Timetable:
 
     @property
     def last(self) -> int:
-        """How many of the newest saves stay; the newest one does under any rule."""
+        """How many of the newest saves stay; the newest stays under any rule."""
         return self.keep_last or 1
 
     @property
     def keeper(self) -> int | None:
-        """The interval, in saves, at which one save stays for good."""
-        # The least number of saves after which the step is a multiple of the rule's.
+        """The interval, in saves, at which one save is kept for good; None without such a rule."""
+        # The smallest number of saves after which the step is a multiple of the rule's steps.
         return None if self.keep_every is None else self.keep_every // gcd(self.keep_every, self.every)
 
     @property
@@ -148,7 +148,7 @@ def stored(groups: Sequence[SaveGroup], times: Timetable, *, lingers_seconds: fl
     for group in groups:
         begins = list(group.saves(times.saves))
         for begin, end in zip(begins, [*begins, times.saves][1:], strict=True):
-            # The rule counts saves from 1, so this version's are *begin* + 1 to *end*: is one of them a multiple?
+            # The rule counts saves from 1, so saves *begin* + 1 to *end* have this version. Is one a multiple?
             stays = not times.has_rules or bool(times.keeper and end // times.keeper > begin // times.keeper)
             # The last save with this version is *end* - 1; *last* saves later, it is no longer among the newest.
             goes_seconds = (end + times.last) * times.interval_seconds + lingers_seconds
@@ -177,6 +177,6 @@ def stored_by_files(files: FileTotals, times: Timetable) -> Stored:
 
 
 def stored_by_store(groups: Sequence[SaveGroup], times: Timetable, *, on_disk: bool) -> Stored:
-    """Return the storage used by a store with the objects of *groups*, *on_disk* or else in its remote."""
+    """Return the storage used by a store with the objects of *groups*, either *on_disk* or in its remote."""
     lingers_seconds = GC_GRACE_SECONDS if on_disk else REMOTE_GRACE_SECONDS + COLLECTED_SECONDS
     return stored(groups, times, lingers_seconds=lingers_seconds)

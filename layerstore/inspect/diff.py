@@ -31,7 +31,7 @@ LayerStatus: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "o
 """``re-sliced``: cut for another world size or stage, so ids say nothing about equality."""
 
 StateStatus: TypeAlias = Literal["identical", "changed", "only in a", "only in b", "not comparable"]
-"""``identical``: bit for bit. ``not comparable``: of another shape, or not numbers."""
+"""``identical``: bit for bit. ``not comparable``: shapes differ, or the values are not numbers."""
 
 
 _NAME, _ELEMENTS = "name", "elements"
@@ -48,20 +48,20 @@ class DiffSide:
     commit: str
     pin: str | None
     reference: str
-    """The reference that means this commit."""
+    """The reference that names this commit."""
     world_size: int
     stage: int
     """The ZeRO stage."""
 
     @property
     def name(self) -> str:
-        """The user's name for it."""
+        """The pin that the user named, or else the reference."""
         return self.pin or self.reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindDiff:
-    """One kind of one layer."""
+    """How one kind of one layer differs."""
 
     status: LayerStatus
     bytes_a: int
@@ -81,7 +81,7 @@ class LayerDiff:
     kinds: dict[str, KindDiff]
     """The kinds that at least one side has."""
     distance: Distance | None = None
-    """None unless requested, or if there is nothing to compare."""
+    """None if not requested, or if there is nothing to compare."""
 
     @property
     def is_same(self) -> bool:
@@ -125,12 +125,12 @@ class Diff:
         return f"<Diff {self.a.name} -> {self.b.name}: layers {layers}; {sizes}{self._movement()}>"
 
     def _movement(self) -> str:
-        """Return in words which layer moved most; nothing if that was not measured."""
+        """Return in words which layer moved most; empty if that was not measured."""
         moved = [(layer.distance.relative_l2, layer.layer) for layer in self.layers if layer.distance is not None]
         return f"; moved most: {max(moved)[1]} by {max(moved)[0]:.2g} of its norm" if moved else ""
 
     def to_pandas(self) -> "DataFrame":
-        """Return a frame with a line for each layer; raises Unsupported if pandas is not installed."""
+        """Return a frame with a row for each layer; raises Unsupported if pandas is not installed."""
         return data_frame(self._rows())
 
     def _rows(self) -> Iterator[dict[str, object]]:
@@ -168,13 +168,13 @@ class Diff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDiff:
-    """How far the masters, or one state of the optimizer, are apart."""
+    """How far apart the masters, or one state of the optimizer, are."""
 
     status: StateStatus
     elements: int = 0
-    """How many were compared."""
+    """How many elements were compared."""
     relative_l2: float | None = None
-    """L2 norm of the difference over that of A's; None if there is nothing to compare."""
+    """L2 norm of the difference, divided by A's L2 norm; None if there is nothing to compare."""
     cosine: float | None = None
     """Cosine of the angle between the two; None likewise."""
     nonfinite_a: int | None = None
@@ -191,15 +191,15 @@ class ParameterDiff:
     """None if A has no such parameter."""
     shape_b: tuple[int, ...] | None
     frozen: bool
-    """Whether no side trains it; then its weights are compared in place of masters."""
+    """Whether neither side trains it; then its weights are compared instead of masters."""
     tied: tuple[str, ...]
-    """Other names of the same numbers."""
+    """Other parameter names for the same numbers."""
     states: dict[str, StateDiff]
     """``master``, and each state of the optimizer that at least one side has: ``exp_avg``, ``exp_avg_sq``."""
 
     @property
     def elements(self) -> int:
-        """How many numbers it has, in A if it is there."""
+        """How many elements it has; in A, if A has it."""
         shape = self.shape_b if self.shape_a is None else self.shape_a
         return prod(shape or ())
 
@@ -212,7 +212,7 @@ class ParametersDiff:
     b: DiffSide
     layer: LayerDiff
     parameters: tuple[ParameterDiff, ...]
-    """As sorted; by default in A's order, then those that only B has."""
+    """In the requested order; by default A's, then the parameters that only B has."""
     totals: dict[str, StateDiff]
     """Each state over all parameters that were compared."""
 
@@ -225,7 +225,7 @@ class ParametersDiff:
         return f"{head}, parameters {len(self.parameters)}; {apart or 'nothing to compare'}>"
 
     def to_pandas(self) -> "DataFrame":
-        """Return a frame with a line for each parameter; raises Unsupported if pandas is not installed."""
+        """Return a frame with a row for each parameter; raises Unsupported if pandas is not installed."""
         return data_frame(self._rows())
 
     def _rows(self) -> Iterator[dict[str, object]]:
@@ -270,11 +270,11 @@ def compare_layer(
     repo: Repository, a: Resolved, b: Resolved, layer: str, *, sort: str, progress: Progress
 ) -> ParametersDiff:
     """
-    Compare *layer* of *a* with that of *b*, parameter by parameter; nothing is read if both have the same version.
+    Compare *layer* in *a* and *b*, parameter by parameter; no tensor is read if both have the same version.
 
     Raises:
         NotFound: Neither has such a layer.
-        InvalidInput: There is nothing to *sort* by.
+        InvalidInput: The parameters have no column *sort*.
         IntegrityError: A version or an object to measure is damaged or missing.
         LayoutMismatch: A version lists slices that its shapes do not have.
     """
@@ -299,7 +299,7 @@ def compare_layer(
 
 
 def _no_layer(repo: Repository, layer: str, entries: list[LayerEntry], *, where: str) -> NotFound:
-    """Return the error for a *layer* of neither side; that of tied weights has another name."""
+    """Return the error for a *layer* that neither side has; for tied weights, hint at the layer that holds them."""
     problem = unknown_layer(layer, list(dict.fromkeys(entry.layer for entry in entries)), where=where)
     for entry in entries:
         for parameter in repo.version_of(entry).parameters:
@@ -320,7 +320,7 @@ def _layer(repo: Repository, a: LayerEntry | None, b: LayerEntry | None) -> Laye
     elif a.version.id == b.version.id:
         status = "same"
     version_a = None if a is None else repo.version_of(a)
-    # The same blob is read once: most layers of two neighbours may be the same.
+    # A shared blob is read once: most layers of two neighbouring saves may be the same.
     version_b = version_a if status == "same" else None if b is None else repo.version_of(b)
     is_cut_alike = version_a is None or version_b is None or version_a.cut == version_b.cut
     kinds = {
@@ -347,7 +347,7 @@ def _kind(a: list[StoredObject], b: list[StoredObject], *, is_cut_alike: bool) -
         status = "only in a"
     elif not a:
         status = "only in b"
-    # Cut otherwise, the same numbers are in other objects: ids cannot say whether anything changed.
+    # If cut differently, the same numbers are in other objects, so ids cannot say whether anything changed.
     elif not is_cut_alike or {stored.shards for stored in a} != {stored.shards for stored in b}:
         status = "re-sliced"
     return KindDiff(
@@ -367,7 +367,7 @@ def _measured(
     pairs: list[tuple[LayerEntry | None, LayerEntry | None]],
     progress: Progress,
 ) -> Iterator[LayerDiff]:
-    """Yield *layers* with their distances, one in memory at a time."""
+    """Yield *layers* with their distances, measuring one at a time."""
     progress.start("compare", sum(_size_to_read(layer) for layer in layers if layer.status == "changed"))
     verified: set[BlobRef] = set()
     for layer, (a, b) in zip(layers, pairs, strict=True):
@@ -429,7 +429,7 @@ def _parameters(
 
 
 def _totals(parameters: Iterable[ParameterDiff], tallies: Mapping[tuple[str, str], Tally]) -> dict[str, StateDiff]:
-    """Return each state of *parameters* together, that of the masters first."""
+    """Return the total of each state over all *parameters*, masters first."""
     by_state: dict[str, list[tuple[str, StateDiff]]] = {}
     for parameter in parameters:
         for state, diff in parameter.states.items():
@@ -452,7 +452,7 @@ def _totals(parameters: Iterable[ParameterDiff], tallies: Mapping[tuple[str, str
 
 
 def _check_sort(column: str, versions: Iterable[LayerVersion]) -> None:
-    """Raise InvalidInput if parameters have no such *column*, before anything is read."""
+    """Raise InvalidInput if parameters have no such *column*, before any tensor is read."""
     states = {state for version in versions for places in places_in(version).values() for state in places}
     columns = [_NAME, _ELEMENTS, *sorted(states, key=_column)]
     if column not in columns:
@@ -461,12 +461,12 @@ def _check_sort(column: str, versions: Iterable[LayerVersion]) -> None:
 
 
 def _column(state: str) -> tuple[bool, str]:
-    """Return the key that sorts *state* where its column is: masters first."""
+    """Return the key that sorts *state* into column order: masters first, then by name."""
     return state != MASTER, state
 
 
 def _sorted(parameters: tuple[ParameterDiff, ...], column: str) -> tuple[ParameterDiff, ...]:
-    """Return *parameters*, the largest first; NaN is the largest, and what has no number is last."""
+    """Return *parameters* by *column*, largest first: NaN before all, no number last; for ``name``, as they are."""
 
     def rank(parameter: ParameterDiff) -> float:
         state = parameter.states.get(column)
@@ -477,7 +477,7 @@ def _sorted(parameters: tuple[ParameterDiff, ...], column: str) -> tuple[Paramet
 
 
 def _unread(elements: int) -> StateDiff:
-    """Return what is known of numbers in one and the same object."""
+    """Return the result for numbers that both sides have in the same object, so need not be read."""
     return StateDiff(status="identical", elements=elements, relative_l2=0.0, cosine=1.0)
 
 

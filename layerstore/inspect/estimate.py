@@ -1,8 +1,8 @@
 """
-Estimate: what saving a model would take under each policy, before any training.
+Estimate: the space and time that saving a model would take under each policy, before any training.
 
 The policies decide, save by save, as they would in training, and objects are laid out as they would be written.
-Anything that cannot be known in advance is assumed, and listed.
+Anything that cannot be known in advance is assumed, and listed as an assumption.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from layerstore.slices import slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
 
-# Transformers cuts the weights that it saves into files of 5 GB.
+# Transformers splits the weights that it saves into files of 5 GB.
 _GATHERED_FILE_BYTES = 5 * 10**9
 
 _SAVES_LOOKED_AT = 2_000
@@ -71,27 +71,28 @@ class Training:
     movement: float | None = None
     """The relative L2 distance that each layer moves from save to save, for policies that measure it."""
     keep_last: int | None = None
-    """How many of the newest saves are kept; without this and the next rule, all are."""
+    """How many of the newest saves are kept; without this and *keep_every*, all are."""
     keep_every: int | None = None
     """Saves whose step is a multiple of this are kept."""
     prices: Prices | None = None
     precision: PrecisionName = "exact"
-    """How finely layers are kept between exact saves."""
+    """The precision of layers between exact saves."""
     exact_every: int | None = EXACT_EVERY
-    """Every Nth version of a layer is exact; None for the first alone."""
+    """Every Nth version of a layer is exact; None if only the first is."""
 
     def __post_init__(self) -> None:
         if self.steps < self.every:
             raise InvalidInput(
-                f"a run of {self.steps:,} steps has no save at every {self.every:,}th", hint="--steps, --save-every"
+                f"a run of {self.steps:,} steps ends before step {self.every:,}, its first save",
+                hint="--steps, --save-every",
             )
         if not 0 < self.trainable <= 1:
-            raise InvalidInput(f"{self.trainable} of the parameters cannot be trained", hint="a share like 0.5% or 1")
+            raise InvalidInput(f"the trained share cannot be {self.trainable}", hint="a share like 0.5% or 1")
         if self.movement is not None and not (isfinite(self.movement) and self.movement >= 0):
             raise InvalidInput(f"layers cannot move by {self.movement}", hint="a share of their length, like 0.004")
         rates = self.bytes_per_second, self.copy_bytes_per_second
         if not (isfinite(self.step_seconds) and self.step_seconds > 0 and min(rates) > 0):
-            raise InvalidInput("a step takes some time, and a disk writes something", hint="above 0, and not for ever")
+            raise InvalidInput("step time and write rates must be above 0", hint="a step time that is finite, too")
         Keep(last=self.keep_last, every=self.keep_every)  # raises InvalidInput for invalid rules
         keyframes(self.precision, self.exact_every)  # and so does this
 
@@ -120,11 +121,10 @@ class Training:
 
 def estimate_saves(model: Model, training: Training, policies: Mapping[str, Policy] | Sequence[str]) -> dict[str, Any]:
     """
-    Return what full checkpoints of *model* would take, and saves under each of *policies*, by name.
+    Return what full checkpoints of *model* would take, and what saves under each of *policies* would.
 
-    *policies* may be names alone, also with settings: ``filter:every=10``.
-
-    The answer has the fields of ``layerstore estimate --json``.
+    *policies* may also be a list of names, with or without settings: ``filter:every=10``. The result has the fields of
+    ``layerstore estimate --json``.
 
     Raises:
         InvalidInput: A policy uses the movement of layers, and *training* does not state it.
@@ -165,13 +165,13 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         due = due_sets(policy, tuple(sizes), movement=training.movement if name in measuring else None, sizes=sizes)
         kept = kept_exactly(due, keyframes(training.precision, training.exact_every))
         cycle = cycle_of(kept)
-        # If no cycle shows, all saves that were looked at stand for the rest of the run.
+        # If no cycle shows, all the simulated saves together are repeated for the rest of the run.
         later = [sum(saved_files[version].size_bytes for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
         groups = [SaveGroup(files=once), *_groups(saved_files, kept[:cycle])]
         use = stored_by_store(groups, training.timetable, on_disk=training.prices is None)
         lines.append(_with_cost(line, use, training, held_seconds=_held_seconds(line, training)))
-    # Of DeepSpeed's saves: training stops until they are written.
+    # How long one of DeepSpeed's saves holds training up: until it is written.
     seconds = full / training.bytes_per_second
     return {
         "model": json_fields(model) | {"trained": sum(trained), "layers": len(parts)},
@@ -200,7 +200,7 @@ def _parts(model: Model, training: Training) -> Iterator[tuple[str, dict[str, in
 def trained_files(
     model: Model, training: Training, *, precision: Precision = PRECISIONS["exact"]
 ) -> dict[str, FileTotals]:
-    """Return the objects of each layer's masters and moments on all ranks: new at each save that includes the layer."""
+    """Return each layer's objects, of masters and moments on all ranks: new at each save that includes the layer."""
     return {
         layer: _objects(trained, {"": precision.coding(Kind.MASTER, "", "F32")}, "F32", training.world_size)
         + _objects(
@@ -224,7 +224,7 @@ def _padded(counts: Sequence[int], training: Training) -> int:
 
 
 def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str, world_size: int) -> FileTotals:
-    """Return one layer's objects of one kind, with *states* in codings: one object for each rank that has a slice."""
+    """Return a layer's objects of one kind, one for each rank that has a slice; *states* have their codings."""
     # Ranks with equal slices have equal objects, so sizes change only at these edges.
     edges = {0, world_size}
     for count in filter(None, elements.values()):
@@ -247,7 +247,7 @@ def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str,
 
 
 def _shard_files(shards: int, frozen: int, training: Training) -> FileTotals:
-    """Return DeepSpeed's files: two per rank, ``latest`` and a script."""
+    """Return DeepSpeed's files: two per rank, plus ``latest`` and a script."""
     ranks = training.world_size
     return FileTotals.alike(ranks, shards // ranks) + FileTotals.alike(ranks, frozen // ranks) + FileTotals.alike(2, 0)
 
@@ -280,7 +280,7 @@ def due_sets(
         ages = {layer: number - last[layer] for layer in layers}
         movements = {} if movement is None else {layer: age * movement for layer, age in ages.items()}
         save = Save(number=number, layers=layers, ages=ages, movements=movements, sizes=sizes or {})
-        # As an ingest numbers them: the full save before is number 0.
+        # Numbered as `ingest` does: the full save before these is number 0.
         due = due_layers(anchored(policy, 0), save)
         last |= dict.fromkeys(due, number)
         due_by_save.append(due)
@@ -289,7 +289,7 @@ def due_sets(
 
 def kept_exactly(due: Iterable[frozenset[str]], keyframes: Keyframes) -> list[frozenset[tuple[str, bool]]]:
     """
-    Return which layers each save holds, after a full and exact one, and whether exactly.
+    Return which layers each save after a full, exact one stores, and whether exactly.
 
     >>> every_other = Keyframes(precision=PRECISIONS["delta8"], every=2)
     >>> kept_exactly([frozenset("a")] * 3, every_other)
@@ -318,8 +318,8 @@ def cycle_of(items: Sequence[object]) -> int | None:
 def _line(
     saved_by: str, policy: str | None, first: int, later: list[int], training: Training, *, cycle: int | None
 ) -> dict[str, Any]:
-    """Return the line of a run whose saves are *first*, then *later* in a cycle."""
-    # The first save is full, and in no cycle.
+    """Return the line of a run that saves *first* bytes, then those of *later* again and again."""
+    # The first save is full, and not part of the cycle.
     rounds, rest = divmod(training.saves - 1, len(later))
     average = sum(later) / len(later)
     held = _saves_held(training.disk_bytes, first, later)
@@ -338,7 +338,7 @@ def _line(
 
 
 def _full_line(saved_by: str, full: int, files: FileTotals, training: Training) -> dict[str, Any]:
-    """Return the line of a run whose saves are *full* and hold training up while they are written."""
+    """Return the line of a run whose saves have *full* bytes and hold training up while they are written."""
     line = _line(saved_by, None, full, [full], training, cycle=1)
     held_seconds = training.saves * line["save_seconds"]
     return _with_cost(line, stored_by_files(files, training.timetable), training, held_seconds=held_seconds)
@@ -360,7 +360,7 @@ def _held_seconds(line: Mapping[str, Any], training: Training) -> float:
 def _groups(
     files: Mapping[tuple[str, bool], FileTotals], kept: Sequence[frozenset[tuple[str, bool]]]
 ) -> Iterator[SaveGroup]:
-    """Yield the layers that are always saved together, and exactly or not, of those with *files*."""
+    """Yield a group for each set of versions in *files* that are always saved together, all exact or all compact."""
     together: dict[tuple[bool, tuple[int, ...]], list[tuple[str, bool]]] = {}
     for version in files:
         at = tuple(at for at, save in enumerate(kept) if version in save)
@@ -376,7 +376,7 @@ def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:
     """Return how many saves fit on the disk; None if all do."""
     if disk_bytes < first:
         return 0
-    # Later saves add nothing: whatever is left of the disk, it never fills.
+    # Later saves add nothing, so the disk never fills.
     if not sum(later):
         return None
     rounds, rest = divmod(disk_bytes - first, sum(later))
@@ -385,7 +385,7 @@ def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:
 
 def _ordinal(number: int) -> str:
     """
-    Return the place *number* in words.
+    Return *number* as an ordinal.
 
     >>> [_ordinal(number) for number in (1, 2, 3, 10, 12, 23)]
     ['1st', '2nd', '3rd', '10th', '12th', '23rd']
@@ -396,11 +396,11 @@ def _ordinal(number: int) -> str:
 
 def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iterator[str]:
     weights = by_code(training.dtype)
-    per_element = f"{_sharded_bytes(model)} bytes of each parameter that is trained"
+    per_element = f"{_sharded_bytes(model)} bytes per trained parameter"
     if model.source == "params":
         yield (
             f"the model is made up: equal blocks, an embedding and a head of {MADE_UP_VOCABULARY:,} tokens each; "
-            "a config.json tells its real layers"
+            "a config.json gives its real layers"
         )
     if model.source in {"checkpoint", "commit"}:
         ranks = "ranks, " if training.world_size == model.world_size else ""
@@ -425,7 +425,7 @@ def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iter
         often = "only the first" if training.exact_every is None else f"every {_ordinal(training.exact_every)}"
         yield f"of each layer, {often} version is exact, the others are in {training.precision}"
     yield (
-        f"every object of {LAYERSTORE} begins with a header of 4 kB or more, which is much for a tiny model; the "
+        f"every object of {LAYERSTORE} begins with a header of 4 kB or more, which is a lot for a tiny model; the "
         "ranks' own states, records and small files are not counted: kilobytes per save"
     )
     if is_measured:
@@ -437,7 +437,7 @@ def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iter
 
 def _cost_assumptions(training: Training) -> Iterator[str]:
     yield (
-        "every save goes to a bucket as it is made; what is stored is paid until the run ends; requests and traffic "
+        "every save goes to a bucket as it is made; storage is paid for until the run ends; requests and traffic "
         "are not counted"
     )
     if training.timetable.has_rules:
@@ -446,7 +446,7 @@ def _cost_assumptions(training: Training) -> Iterator[str]:
             f"stays there for {REMOTE_GRACE_SECONDS / 3600:.0f} h longer; {DEEPSPEED}'s old saves are removed at once"
         )
     yield (
-        f"GPUs stand still while {DEEPSPEED} and {TRAINER} write; with {LAYERSTORE} while a rank copies what is due to "
-        f"its host, at {training.copy_bytes_per_second / 1e9:g} GB/s, as if nothing else went on meanwhile, and where "
-        "saves come faster than they are written"
+        f"GPUs are idle while {DEEPSPEED} and {TRAINER} write; with {LAYERSTORE}, while a rank copies what is due to "
+        f"its host, at {training.copy_bytes_per_second / 1e9:g} GB/s with nothing else running, and when saves come "
+        "faster than they can be written"
     )

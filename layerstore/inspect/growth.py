@@ -1,7 +1,7 @@
 """
 How a run grows in the store from save to save, as it was saved and as it would have been under another policy.
 
-Sizes are listed ones, and records are not counted.
+Sizes are those that versions and records list; records themselves are not counted.
 """
 
 from array import array
@@ -21,9 +21,9 @@ AMOUNTS = ("logical_bytes", "unique_bytes", "inherited_bytes", "derived_bytes", 
 """
 The amounts that are counted for a commit.
 
-They are its size if it were stored whole, the part that no earlier commit of the run has, and the part in inherited
-layers. In addition: the gathered weights that are not stored because they are the rounded masters, and the bytes that
-its writer put into the store, as noted at the time.
+In order: its size if it were stored whole; the part that no earlier commit of the run has; the part in inherited
+layers; the gathered weights that are not stored because they are the rounded masters; and the bytes that its writer put
+into the store, as noted at the time.
 """
 
 PartNumbers: TypeAlias = "array[int]"
@@ -56,7 +56,7 @@ class Objects:
         return sum(self._sizes[number] for number in parts)
 
     def add_new(self, seen: bytearray, parts: PartNumbers) -> int:
-        """Add *parts* to what was *seen*, a byte for each object; return the size of the new ones."""
+        """Mark *parts* in *seen*, which has a byte for each object; return the size of those that are new."""
         seen.extend(bytes(len(self._sizes) - len(seen)))
         new = 0
         for number in parts:
@@ -72,15 +72,15 @@ class _Version:
     """Its blob and its objects."""
     size_bytes: int = 0
     layer_bytes: int = 0
-    """Without the blob, as `ls` shows it."""
+    """The size without the blob, as `ls` shows it."""
     unlike: frozenset[str] = frozenset()
-    """The trained parameters that have stored weights rather than rounded masters."""
+    """The trained parameters whose weights are stored, rather than rounded from masters."""
     shape: int = 0
     """A number for its parameters, buffers and optimizer states: `ingest` stores a layer again if any changes."""
 
 
 class Growth:
-    """Counts what each commit of a run adds to those before it."""
+    """Counts what each commit of a run adds to the earlier ones."""
 
     def __init__(self, repo: Repository) -> None:
         self._repo = repo
@@ -94,7 +94,7 @@ class Growth:
         """What could not be read, and so is in no figure."""
 
     def add(self, commit: Commit, *what_ifs: "WhatIf") -> list[int]:
-        """Return the `AMOUNTS` of *commit*, given the commits that were added before; tell *what_ifs* of it."""
+        """Return the `AMOUNTS` of *commit*, given the commits that were added before; add it to *what_ifs*."""
         record = commit.record
         logical = unique = inherited = derived = 0
         stored: set[str] = set()
@@ -122,7 +122,7 @@ class Growth:
         return [logical, unique, inherited, derived, commit.observed.bytes_new]
 
     def layer_bytes(self, entry: LayerEntry) -> int:
-        """Return the size of the objects of *entry*, of a commit that was added; 0 if it could not be read."""
+        """Return the size of the objects of *entry*, whose commit was added before; 0 if it could not be read."""
         return self._versions[_key(entry.version)].layer_bytes
 
     def _add_version(self, entry: LayerEntry) -> int:
@@ -134,7 +134,7 @@ class Growth:
             version = self._repo.version(entry.version)
         except LayerstoreError as exc:
             self.left_out.append(str(exc))
-            # Noted as empty: it is reported once, and not at each save that inherits it.
+            # Noted as empty, so that it is reported once, not at each save that inherits it.
             self._versions[key] = _Version()
             return 0
         trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
@@ -147,7 +147,7 @@ class Growth:
             size_bytes=size_bytes,
             layer_bytes=size_bytes - entry.version.size_bytes,
             unlike=frozenset(tensor.name for stored in weights for tensor in stored.tensors) & trained,
-            # From 1 on: 0 is that of a version that could not be read.
+            # Numbered from 1: 0 stands for a version that could not be read.
             shape=self._shapes.setdefault(shape, len(self._shapes) + 1),
         )
         new = self._objects.add_new(self._seen, parts)
@@ -156,10 +156,10 @@ class Growth:
 
 
 class _HeldVersion(NamedTuple):
-    """What a policy would have stored of a layer."""
+    """A version that a policy would have stored of a layer."""
 
     since: int
-    """The step."""
+    """The step that stored it."""
     is_counted: bool
     """Whether it has an update that the optimizer counted."""
     shape: int
@@ -167,22 +167,22 @@ class _HeldVersion(NamedTuple):
 
 @dataclass(slots=True)
 class _Past:
-    """The saves of an attempt and of those that it goes back to, as far as a policy must know them."""
+    """The saves in an attempt's history, as far as a policy needs to know them."""
 
     steps: list[int] = field(default_factory=list)
-    """Of each save so far."""
+    """The step of each save so far."""
     held: dict[str, list[_HeldVersion]] = field(default_factory=dict)
-    """Of each layer what the policy would have stored, where it differs from the one before."""
+    """The versions that the policy would have stored of each layer; only those unlike the previous version."""
 
     def up_to(self, step: int) -> "_Past":
-        """Return it as it was after *step*."""
+        """Return the past as it was after *step*."""
         return _Past(
             steps=[saved_step for saved_step in self.steps if saved_step <= step],
             held={name: [past for past in held if past.since <= step] for name, held in self.held.items()},
         )
 
     def can_inherit(self, layer: str, kind: tuple[bool, int]) -> bool:
-        """Whether a save of *kind* can do without storing *layer*, as `ingest` decides it."""
+        """Whether a save can inherit *layer*, which is of *kind* at it, by the rule of `ingest`."""
         if not self.held.get(layer):
             return False
         held, (is_counted, shape) = self.held[layer][-1], kind
@@ -199,8 +199,8 @@ class WhatIf:
     """
     Counts what a run would have stored had *policy* made each of its saves, from the first on.
 
-    This is exact for the layers that a save wrote: their versions are known. If a layer would have been due where it
-    was not saved, that version is unknown, so it is estimated: a new one, of the size of that at the save.
+    This is exact for the layers that a save wrote, since their versions are known. If a layer would have been due where
+    it was not saved, its version is unknown, so it is counted as new, with the size of the inherited version.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -210,10 +210,10 @@ class WhatIf:
         self.own_bytes: list[int] = []
         """What each save would have added."""
         self.estimated_bytes: list[int] = []
-        """The estimated part of it."""
+        """The part of *own_bytes* that is estimated."""
 
     def add(self, record: CommitRecord, objects: Objects, versions: Iterable[_Version], beside: PartNumbers) -> None:
-        """Count *record*, with the *objects* of its layers' *versions* and those *beside* them."""
+        """Count *record*: its layers' *versions*, and the parts *beside* its layers, all numbered by *objects*."""
         past = self._past_of(record)
         names = tuple(entry.layer for entry in record.layers)
         due = due_layers(self._policy, Save(number=len(past.steps), layers=names, ages={}))
@@ -225,7 +225,7 @@ class WhatIf:
                 continue
             past.hold(entry.layer, kind, since=record.step)
             new = objects.add_new(self._seen, version.parts)
-            # Its version here is an older one: what this save would have stored is not known, but all of it is new.
+            # The save inherited an older version; what it would have stored is unknown, but all of it would be new.
             if is_counted and not entry.saved_by(record):
                 new = version.size_bytes
                 estimated += new
@@ -247,7 +247,7 @@ def _key(ref: BlobRef) -> bytes:
 
 
 def _derived_bytes(state: RankState, stored: set[str]) -> int:
-    """Return the bytes of gathered weights in *state* that are not stored; those of the parameters *stored* are."""
+    """Return the bytes of gathered weights in *state* that are not stored, given the parameters that are *stored*."""
     return sum(
         tensor.elements * by_code(tensor.dtype).bytes
         for file in state.gathered

@@ -32,16 +32,16 @@ class LogEntry:
     bytes_new: int = 0
     """Bytes that its writer put into the store."""
     precision: str = "exact"
-    """How finely its layers are kept: ``exact``, that of its save, or ``mixed`` if all compact ones are inherited."""
+    """The precision of its layers: ``exact``, its save's, or ``mixed`` if all compact layers are inherited."""
     pins: tuple[str, ...] = ()
     pushed: tuple[str, ...] = ()
-    """The remotes that had it as of the last push or pull, by URL."""
+    """URLs of the remotes that had it as of the last push or pull."""
     has_moments: bool = True
     """Whether training can resume from it: gc may have dropped its moments."""
     metrics: Mapping[str, float] | None = field(default_factory=dict)
-    """What training measured at its step, None if that is damaged; read only if asked for."""
+    """What training measured at its step; None if that is damaged, empty if not requested."""
     damage: str | None = None
-    """Why its record cannot be read, None if it is sound; a damaged one has only run, step and commit."""
+    """Why its record cannot be read, None if it can; if not, only run, step and commit are set."""
 
     def __repr__(self) -> str:
         head = f"<LogEntry {self.run}@{self.step} {short_id(self.commit)}"
@@ -83,7 +83,7 @@ class LogPage:
 
     lines: tuple[LogLine, ...]
     more: tuple[More, ...]
-    """One for each run that has more commits than the page."""
+    """One for each run that has more commits than the page shows."""
 
     @property
     def entries(self) -> list[LogEntry]:
@@ -104,8 +104,8 @@ def read_log(
     Return the visible commits of *run*, or of every run, newest step first within each attempt.
 
     *limit* is per run. *before* is a commit's id or a prefix of one: the page starts after it, in its run. With
-    *graph*, each attempt is drawn next to the one that it forked from, the newest one's history first. With *metrics*,
-    entries have them.
+    *graph*, each attempt is drawn next to the attempt that it forked from, the newest attempt's history first. With
+    *metrics*, entries include metrics.
 
     Raises:
         NotFound: There is no such run, or no such commit.
@@ -129,7 +129,7 @@ def read_log(
             after = next(line.row.id for line in reversed(page) if line.row is not None)
             more.append(More(run=view.run, commits=left, after=after))
         if start is None:
-            # On the first page alone: their place among the others is not known.
+            # Only on the first page, since their place among the others is not known.
             damaged = (_damaged_entry(name, problem) for name, problem in view.damaged.items())
             lines += [LogLine(drawing="", entry=entry) for entry in damaged]
     return LogPage(lines=tuple(lines), more=tuple(more))

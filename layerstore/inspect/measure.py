@@ -1,5 +1,5 @@
 """
-Measure how far two versions of a layer are apart, in memory that does not grow with the model.
+Measure how far apart two versions of a layer are, in memory that does not grow with the model.
 
 They are compared by position in the whole parameter, so any two world sizes can be compared.
 """
@@ -19,15 +19,15 @@ from layerstore.storage import Repository
 from layerstore.threads import Threads
 
 MASTER = "master"
-"""What a parameter's own numbers are called beside the states of the optimizer."""
+"""The name of a parameter's own numbers, next to the names of the optimizer's states."""
 
 Place = tuple[Kind, str]
-"""Where numbers are: their kind, and which of the optimizer's states they are."""
+"""Where numbers are: their kind, and the name of the optimizer state, or empty."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Adds up how far numbers are apart."""
+    """Adds up how far apart numbers are."""
 
     meter: Meter = field(default_factory=Meter)
     is_identical: bool = True
@@ -36,7 +36,7 @@ class Tally:
     def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str) -> None:
         """Add the next numbers of both."""
         self.meter.add(a, b, dtype_a=dtype_a, dtype_b=dtype_b)
-        # Numbers that compare equal may have other bits, as zeros have, and NaNs of equal bits do not compare equal.
+        # Equal numbers may differ in bits, such as 0 and -0, and NaNs with equal bits do not compare equal.
         self.is_identical = self.is_identical and dtype_a == dtype_b and equal_bytes(a, b)
 
 
@@ -45,7 +45,7 @@ class _Stretch:
     """Elements that are contiguous in one slice of each side."""
 
     tally: Tally
-    """What adds them up."""
+    """The tally that they are added to."""
     a: StoredSlice
     b: StoredSlice
     start_a: int
@@ -65,10 +65,10 @@ def distance_between(
     repo: Repository, a: LayerVersion, b: LayerVersion, verified: set[BlobRef], progress: Progress
 ) -> Distance | None:
     """
-    Return how far *b*'s masters are from *a*'s; None where neither has any.
+    Return how far *b*'s masters are from *a*'s; None if neither has any.
 
     A frozen parameter has no master, so its weights are compared. Objects are verified once, before they are measured;
-    *verified* holds those that were.
+    *verified* collects those that were verified.
     """
     ours, theirs, tally = _Side(a), _Side(b), Tally()
     stretches: list[_Stretch] = []
@@ -89,7 +89,7 @@ def distance_between(
 def tallies_between(
     repo: Repository, a: LayerVersion, b: LayerVersion, progress: Progress
 ) -> dict[tuple[str, str], Tally]:
-    """Measure each parameter's masters and optimizer states, by both names, as far as both versions have numbers."""
+    """Measure, by parameter and state, each parameter's masters and optimizer states that both versions have."""
     ours, theirs = _Side(a), _Side(b)
     tallies: dict[tuple[str, str], Tally] = {}
     all_stretches: list[_Stretch] = []
@@ -107,7 +107,7 @@ def tallies_between(
 
 
 def places_in(version: LayerVersion) -> Mapping[str, Mapping[str, Place]]:
-    """Return where the numbers of each parameter are; under ``master`` its weights, if it has nothing else."""
+    """Return where the numbers of each parameter are; ``master`` means its weights if it has no master."""
     places_by_name: dict[str, dict[str, Place]] = {parameter.name: {} for parameter in version.parameters}
     for stored in version.objects:
         for tensor in stored.tensors:
@@ -124,7 +124,7 @@ def _refs(stretches: Iterable[_Stretch]) -> set[BlobRef]:
 
 
 def _verify(repo: Repository, stretches: list[_Stretch], verified: set[BlobRef], progress: Progress) -> None:
-    """Verify the objects of *stretches* that are not among the *verified*, and add them there."""
+    """Verify the objects of *stretches* that are not yet in *verified*, and add them to it."""
     refs = _refs(stretches) - verified
 
     def check(ref: BlobRef) -> None:

@@ -1,8 +1,8 @@
 """
-The parameters of a model, with their names and shapes: from a config, a checkpoint, a commit, or made up by size.
+The parameters of a model, with their names and shapes: from a config, a checkpoint, a commit, or made up from a size.
 
 For a checkpoint, only the shards' headers are read; for a commit, only version blobs. Configs are interpreted by
-Transformers: the caller passes in a function that asks it, since importing it takes seconds.
+Transformers: the caller passes in a function that asks Transformers, since importing it takes seconds.
 """
 
 import shlex
@@ -25,9 +25,9 @@ from layerstore.zero3 import discover, holds_zero, read_checkpoint, read_pointer
 
 CONFIG = "config.json"
 MADE_UP_VOCABULARY = 128_000
-"""For a model whose size alone is known; about as many as today's tokenizers have."""
+"""For a model of which only the size is known; about as many as today's tokenizers have."""
 
-INSTEAD = "--params 8B --layers 32 does without a config"
+INSTEAD = "--params 8B --layers 32 needs no config"
 
 ADAM = ("exp_avg", "exp_avg_sq")
 """The states that Adam keeps for each element besides its master."""
@@ -47,7 +47,7 @@ class Model:
     source: ModelSource
     """Where the facts come from; ``params`` if it is made up."""
     layers: Mapping[str, Mapping[str, int]]
-    """The elements of each parameter, by layer, in the model's order; a tied one once, under its first name."""
+    """The elements of each parameter, by layer, in the model's order; tied ones once, under their first name."""
     architecture: str | None = None
     """Transformers' name for it (``model_type``); None if no config states it."""
     frozen: frozenset[str] = frozenset()
@@ -59,7 +59,7 @@ class Model:
     dtype: str | None = None
     """Code of the element type that most of it is trained in; None if it was never saved."""
     precision: str | None = None
-    """How finely the commit is kept; None if it is none."""
+    """The precision of the commit; None if the model is not from a commit."""
 
     @property
     def parameters(self) -> int:
@@ -84,8 +84,7 @@ def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shap
     *ask_transformers* returns the parameters of the model that a config describes.
 
     Raises:
-        InvalidInput: There is neither, or there are several checkpoints, or pointers into a store; the message says
-            which.
+        InvalidInput: *path* has none of these, several checkpoints, or pointers into a store; the message says which.
         SourceCheckpoint: The shards are incomplete, damaged or untrusted.
         Unsupported: Transformers is missing or does not know the model, or a setting kept state out of the shards.
     """
@@ -118,7 +117,7 @@ def _model_of_checkpoint(folder: Path) -> Model:
     try:
         checkpoint_files = discover(folder)
     except InvalidInput as exc:
-        raise InvalidInput(str(exc), hint="name one of them; its config.json does, too") from exc
+        raise InvalidInput(str(exc), hint="name one of them, or its config.json") from exc
     pointer = read_pointer(checkpoint_files.ranks[0].model)
     if pointer is not None:
         raise InvalidInput(
@@ -209,9 +208,9 @@ def made_up(parameters: int, blocks: int) -> Model:
     if block < 1:
         raise InvalidInput(
             f"{parameters:,} parameters are too few for {blocks} blocks, an embedding and a head",
-            hint="--params and --layers are of the whole model: 8B and 32",
+            hint="--params and --layers describe the whole model: 8B and 32",
         )
-    # What does not divide by the blocks goes here, so that all add up to what was asked for.
+    # The remainder of the division goes here, so that the sizes add up to *parameters*.
     sizes = {"model.embed_tokens": vocabulary * width + rest}
     sizes |= {f"model.layers.{index}": block for index in range(blocks)}
     sizes |= {"model.norm": width, "lm_head": vocabulary * width}

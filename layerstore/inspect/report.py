@@ -1,8 +1,8 @@
 """
 The facts of a report, as ``--json`` prints them and as the page draws them.
 
-They are those of `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run`. For a long history, only some saves
-are shown; totals count all of them. Saves are stored by column: each field is a list with one value per shown save,
+The same as `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run` give. For a long history, only some saves are
+shown; totals count all of them. Saves are stored by column: each field is a list with one value per shown save,
 which takes a third of the bytes.
 """
 
@@ -38,7 +38,7 @@ from layerstore.storage import RecordRow, Repository, RunView
 _FACTS_BYTES = 640_000
 _SAVE_BYTES = 450
 _CELL_BYTES = 22
-# The share of curves in them.
+# Curves get one part in this many of these bytes.
 _CURVES_SHARE = 8
 
 # Saves in a picture: more columns would be narrower than a pointer.
@@ -68,12 +68,12 @@ def make_report(
     """
     Return the facts about the whole store, or about *run*; with *keep*, also what gc would do under its rules.
 
-    With *out*, also return them as a page, and write it to that file, replacing an older report; with *version*, as a
-    page that asks its server for another one. If the page would be too large, fewer saves are shown. Damaged parts are
-    left out and named.
+    With *out*, also return them as a page, and write it to that file, replacing an older report; with *version*, the
+    page reloads once its server has another version. If the page would be too large, fewer saves are shown. Damaged
+    parts are left out and named.
 
     Raises:
-        AlreadyExists: Something else is at *out*.
+        AlreadyExists: *out* exists and is not a report.
         NotFound: There is no such run.
         InvalidInput: No commit has the metric that *keep* uses.
         Unsupported: Even with one save of each run the page would be too large.
@@ -99,7 +99,7 @@ def make_report(
             "runs_left_out": len(listed) - len(shown),
             **pinned,
             "retention": retention,
-            # `stats` and the growth of a run meet the same damage.
+            # `stats` and the growth of a run report the same damage.
             "left_out": list(dict.fromkeys(problems))[:_PROBLEMS_MAX],
         }
         if target is None and version is None:
@@ -114,12 +114,12 @@ def make_report(
                 f"a page about the whole store has more than {PAGE_BYTES_MAX:,} bytes",
                 hint="layerstore report --run RUN makes one about a single run; --json has no bound",
             )
-        # What a save takes is only estimated, so shrink until the page fits.
+        # The bytes of a save are only estimated, so shrink until the page fits.
         facts_bytes = min(facts_bytes, len(page)) // 2
 
 
 def _figures(fields: dict[str, Any]) -> dict[str, object]:
-    """Return the figures of `stats` for the whole, with only the first of the runs."""
+    """Return the overall figures of `stats`, and those of the first runs."""
     elsewhere = {"run", "runs", "layers", "left_out"}
     figures = {name: value for name, value in fields.items() if name not in elsewhere}
     return figures | {"run_count": len(fields["runs"]), "runs": fields["runs"][:_RUNS_MAX]}
@@ -172,7 +172,7 @@ def _run(
     own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
     times, precisions = dict[tuple[int, int], str](), dict[tuple[int, int], str]()
     commits = 0
-    # All of them, shown or not: totals are of the whole run.
+    # All commits, shown or not: totals count the whole run.
     for commits, commit in enumerate(commits_of(repo, view, problems), start=1):
         own = growth.add(commit, *what_ifs.values())
         total = [before + added for before, added in zip(total, own, strict=True)]
@@ -189,7 +189,7 @@ def _run(
     layers = names[:_LAYERS_MAX]
     saves = _saves(repo, shown, pins=pins, timings=timings, fates=fates)
     if set(precisions.values()) <= {"exact"}:
-        precisions = {}  # the page of such a run is as if there were no precisions
+        precisions = {}  # if all saves are exact, the page shows no precisions
     else:
         saves["precision"] = [commit.record.kept_precision for commit in shown]
     return {
@@ -264,7 +264,7 @@ def _composites(
     """
     Return where each layer of a composite at each save comes from, by policy, as indexes into the origins.
 
-    A save that kept only some of its layers bit for bit is two origins. *precisions* are empty if all saves are exact.
+    A save that kept only some of its layers bit for bit counts as two origins. *precisions* is empty if all are exact.
     """
     indexes: dict[tuple[Origin, bool], int] = {}
 
@@ -311,13 +311,13 @@ def _layers_by(repo: Repository, commit: Commit, view: RunView, policy: Policy) 
 
 
 def _versions(commit: Commit, layers: Iterable[str]) -> str:
-    # One text per save, which the page cuts by place: shorter than a list.
+    # One string per save, which the page splits by position: shorter than a list.
     ids = {entry.layer: entry.version.id[:VERSION_DIGITS] for entry in commit.record.layers}
     return "".join(ids.get(name, "-" * VERSION_DIGITS) for name in layers)
 
 
 def _layer_bytes(growth: Growth, shown: Iterable[Commit], layers: Iterable[str]) -> list[list[int | None] | None]:
-    """Return the size of each layer's version, as `ls` shows it, for each save; None if all are those before."""
+    """Return the size of each layer's version, as `ls` shows it, for each save; None if as at the previous save."""
     sizes_by_save: list[list[int | None] | None] = []
     before: list[int | None] | None = None
     for commit in shown:
@@ -329,7 +329,7 @@ def _layer_bytes(growth: Growth, shown: Iterable[Commit], layers: Iterable[str])
 
 
 def _what_if(what_if: WhatIf, columns: Sequence[int]) -> dict[str, object]:
-    """Return what all saves would have added, those of *columns*, and all up to each of these."""
+    """Return what all saves would have added, what each of *columns* would have, and the totals up to each."""
     total, estimated = list(accumulate(what_if.own_bytes)), list(accumulate(what_if.estimated_bytes))
     return {
         "total": {"bytes": total[-1], "estimated_bytes": estimated[-1], "first_bytes": total[0]},
@@ -340,7 +340,7 @@ def _what_if(what_if: WhatIf, columns: Sequence[int]) -> dict[str, object]:
 
 
 def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | None:
-    """Return how far each layer had moved since its last version, as the save decided by it, if it recorded that."""
+    """Return how far each layer had moved since its last version, if the save decided by that and recorded it."""
     decisions = commit.record.policy.decisions
     movements = decisions.get("weighted_movements") or decisions.get("movements")
     if not isinstance(movements, dict) or not movements:
@@ -442,7 +442,7 @@ def rooms(views: Sequence[RunView], facts_bytes: int) -> dict[str, int]:
     """
     Return how many saves of each run to show, so that their facts take about *facts_bytes*.
 
-    Large runs get what small ones leave over.
+    Large runs get the room that small ones leave.
     """
     room: dict[str, int] = {}
     bytes_left = facts_bytes
@@ -466,7 +466,7 @@ def _chosen(rows: Sequence[RecordRow], pins: Mapping[str, list[str]], room: int)
 
 def chosen_columns(count: int, *, room: int, wanted: Collection[int] = ()) -> list[int]:
     """
-    Choose which of *count* places to show if there is *room* for that many; return them in order.
+    Choose which of *count* places to show if only *room* of them fit; return them in order.
 
     The last one has priority, then the first, then the *wanted* ones up to half of the room, then others, evenly
     spaced.

@@ -1,8 +1,8 @@
 """
 Two parts of a report.
 
-The pins: what each one means, and for composites that no commit has, where each layer is from. And what training
-measured, at each save, and whatever a Trainer logged in between.
+First, the pins: what each one names and, unless a save shown has the same layers, where each layer comes from. Second,
+what training measured at each save, and what a Trainer logged in between.
 """
 
 import json
@@ -18,11 +18,11 @@ from layerstore.json_fields import short_time
 from layerstore.model import Commit, CommitRecord, LayerEntry, Origin, Pin
 from layerstore.storage import Repository, RunView
 
-# Pins that are listed, and the bytes for the layers of those that no commit has.
+# Pins that are listed, and the bytes for the layers of pins that no save shown covers.
 _PINS_MAX = 200
 _LAYERS_BYTES = 80_000
 
-# Digits of a version's id that tell two of one layer apart.
+# Digits of a version's id: enough to tell two versions of a layer apart.
 VERSION_DIGITS = 8
 
 # Metrics of a run, and letters of a metric's name.
@@ -43,7 +43,7 @@ def pins_of(
     """
     Return the facts about the pins of the store, or of *run*; add to *problems* what cannot be read.
 
-    *runs* are the facts about the runs, which need not be repeated: a pin of a save that they show has no layers here.
+    *runs* are the facts about the runs. They are not repeated: a pin of a save that they show has no layers here.
     """
     layers = {run_facts["run"]: run_facts["layers"] for run_facts in runs}
     commits = {commit for run_facts in runs for commit in run_facts["saves"]["commit"]}
@@ -61,7 +61,7 @@ def pins_of(
 
 
 def mixture_fields(base: CommitRecord, layers: Sequence[LayerEntry]) -> list[int] | None:
-    """Return how many of *layers* are from other saves, of how many, and if all are older; None for no mixture."""
+    """Return how many *layers* are from other saves, out of how many, and if all those are older; None if unmixed."""
     others = others_in(base, layers) if layers else None
     return None if others is None else [others[0], len(layers), others[1]]
 
@@ -86,7 +86,7 @@ def _pin(repo: Repository, pin: Pin, reference: str) -> dict[str, Any]:
 
 
 def _taken(repo: Repository, pin: Pin, layers: list[str], problems: list[str]) -> dict[str, Any]:
-    """Return the layers of *pin*, unless they are those *layers*, and where they are from."""
+    """Return the layers of *pin*, None if equal to *layers*, and where each comes from."""
     entries = pin.record.layers
     names = [entry.layer for entry in entries]
     indexes: dict[Origin, int] = {}
@@ -121,7 +121,7 @@ def metrics_and_curves(
     """
     Return `metrics`, by name for each save *shown*, and if a Trainer logged any, `curves` of about *room_bytes*.
 
-    Losses come first, then what most saves have. What cannot be read is added to *problems*.
+    Losses come first, then the metrics that most saves have. What cannot be read is added to *problems*.
     """
     ends = {commit.record.attempt: commit.id for commit in shown}
     measured, points = list[dict[str, float]](), dict[str, list[Point]]()

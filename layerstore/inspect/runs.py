@@ -1,7 +1,7 @@
 """
 Runs: one line for each run, with its newest save.
 
-No tensor is read, and no record but that of the newest save. So *healthy* says that everything that this save names is
+No tensor is read, and of the records only the newest save's. So *healthy* means that everything this save names is
 there in full size, and that no save has failed since; `verify` reads the bytes.
 """
 
@@ -28,7 +28,7 @@ class PushedTo:
     remote: str
     """Its URL."""
     step: int | None
-    """The newest save that it has; None if it has none."""
+    """The step of the newest save that the remote has; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +42,25 @@ class RunLine:
 
     run: str
     saves: int
-    """How many commits show, of all attempts."""
+    """The number of visible commits, over all attempts."""
     attempt: int | None = None
     step: int | None = None
-    """The newest save of the newest attempt; None if no record can be read."""
+    """The step of the newest save of the newest attempt; None if no record can be read."""
     commit: str | None = None
     time_ns: int | None = None
-    """When it was committed; None if its record cannot be read, and so for what follows."""
+    """When it was committed. This and the other facts from its record are None if it cannot be read."""
     size_bytes: int | None = None
-    """What all its layers take, those too that it inherits."""
+    """The size of all its layers, including inherited ones."""
     precision: str | None = None
-    """How finely its layers are kept."""
+    """The precision of its layers."""
     policy: str | None = None
     """The policy that chose which of its layers were saved."""
     pushed: tuple[PushedTo, ...] = ()
-    """One for each remote that is known."""
+    """One for each known remote."""
     metrics: Mapping[str, float] | None = None
     """What training measured at its step."""
     problems: tuple[str, ...] = ()
-    """What is wrong with it, as far as it shows without reading tensors."""
+    """What is wrong with it, as far as can be seen without reading tensors."""
 
     def __repr__(self) -> str:
         newest = "no readable save" if self.step is None else f"newest step {self.step}"
@@ -80,12 +80,12 @@ class RunLine:
 
     @property
     def saved_at(self) -> str | None:
-        """The same as ISO 8601."""
+        """When the newest save was committed, as ISO 8601."""
         return None if self.time_ns is None else iso_time(self.time_ns)
 
 
 def run_lines(repo: Repository, *, remotes: Iterable[str]) -> list[RunLine]:
-    """Return a line for each run, the run that was saved last first; *remotes* are the URLs of all that are named."""
+    """Return a line for each run, most recently saved first; *remotes* are the URLs of all named remotes."""
     pushed = {**dict.fromkeys(remotes, frozenset[CommitId]()), **pushed_to(repo)}
     views = [view for run in repo.catalog.runs() if (view := repo.catalog.find(run)) is not None]
     with Threads(WORKERS_MAX) as pool:
@@ -134,7 +134,7 @@ def _newest_of(view: RunView, commits: Collection[CommitId]) -> int | None:
 
 
 def _layers(repo: Repository, commit: Commit, pool: Threads) -> tuple[int, list[str]]:
-    """Return the size of the layers of *commit*, and what of it is missing or cut short."""
+    """Return the size of the layers of *commit*, and which of its parts are missing or cut short."""
 
     def size_of(entry: LayerEntry) -> tuple[int, bool]:
         try:
@@ -152,12 +152,12 @@ def _layers(repo: Repository, commit: Commit, pool: Threads) -> tuple[int, list[
     except IntegrityError:  # cut short
         states = 1
     if states:
-        problems.append(f"states of ranks of step {commit.step} are not whole")
+        problems.append(f"rank states of step {commit.step} are not whole")
     return sum(size_bytes for size_bytes, _ in layers), problems
 
 
 def _failures_since(repo: Repository, newest: RecordRow) -> Iterator[str]:
-    """Yield that saves after *newest* failed, as far as the savers noted it."""
+    """Yield a problem if saves after *newest* failed, as far as the savers noted that."""
     timings = read_timings(repo, newest.run)
     failed = [place for place in sorted(timings) if timings[place].failure and place > (newest.attempt, newest.step)]
     if failed:

@@ -31,13 +31,13 @@ class Loss:
     state: str
     """``master``, or the state's name."""
     relative_rms: float
-    """The root mean square of the error, of that of the movement since what is referred to, or else of the values."""
+    """RMS of the error, divided by the RMS of the movement since the reference or, without one, of the values."""
     relative_greatest: float
-    """The greatest error, of the greatest movement or value."""
+    """The greatest error, divided by the greatest movement or value."""
 
     @classmethod
     def of(cls, losses: Iterable[CodingLoss]) -> tuple[Self, ...]:
-        """Return what *losses* are together, by state."""
+        """Return the total of *losses* for each state."""
         by_state: dict[str, CodingLoss] = {}
         for loss in losses:
             by_state[loss.state] = loss + by_state[loss.state] if loss.state in by_state else loss
@@ -66,7 +66,7 @@ class LayerLine:
     is_exact: bool
     """Whether it is kept bit for bit."""
     refers_to: str | None
-    """What its masters are differences to: a save, or an object that no save of its history has; None if nothing."""
+    """The save that its masters are differences to, or the object if no save of its history has it; None if exact."""
     losses: tuple[Loss, ...]
     """What coding lost of its masters, and of each state of the optimizer, as measured when it was saved."""
 
@@ -86,7 +86,7 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
-    """Its position in its history, from 0, written once; skipped and given-up saves use up numbers too."""
+    """Its position in its history, from 0, fixed when it was saved; skipped and given-up saves use up numbers too."""
     commit: str
     pin: str | None
     time_ns: int
@@ -99,9 +99,9 @@ class CommitView:
     policy: str
     policy_parameters: dict[str, str]
     precision: str
-    """How finely its layers are kept: ``exact``, that of its save, or ``mixed`` if all compact ones are inherited."""
+    """The precision of its layers: ``exact``, its save's, or ``mixed`` if all compact layers are inherited."""
     is_among_compact: bool
-    """Whether some save of its run is not kept bit for bit, so that its own precision tells them apart."""
+    """Whether some save of its run is not exact, so that its own precision distinguishes it."""
     losses: tuple[Loss, ...]
     """What coding lost of all its layers together."""
     is_mixture: bool
@@ -126,7 +126,7 @@ class CommitView:
         return f"<CommitView {self.run}@{self.step} {short_id(self.commit)}: {saved}, policy {self.policy}, {when}>"
 
     def to_pandas(self) -> "DataFrame":
-        """Return a frame with a line for each layer; raises Unsupported if pandas is not installed."""
+        """Return a frame with a row for each layer; raises Unsupported if pandas is not installed."""
         return data_frame(map(json_fields, self.layers))
 
     @property
@@ -198,19 +198,19 @@ def layer_lines(repo: Repository, entries: Sequence[LayerEntry], *, layer: str |
 
 
 def unknown_layer(layer: str, names: Sequence[str], *, where: str) -> NotFound:
-    """Return the error for a *layer* that is not among the *names*; its hint has those that are like it."""
+    """Return the error for a *layer* that is not among the *names*; its hint suggests similar names, or lists some."""
     shown = ", ".join(names if len(names) <= _NAMES_MAX else [*names[:_NAMES_MAX], "…"])
-    owners = [name for name in names if layer.startswith(f"{name}.")]  # of a parameter
+    owners = [name for name in names if layer.startswith(f"{name}.")]  # *layer* is a parameter's name
     hint = did_you_mean(owners or nearest(layer, names), else_=f"layers: {shown}")
     return NotFound(f"there is no layer {layer!r} in {where}", hint=hint)
 
 
 def _losses(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, list[CodingLoss]]:
-    """Return what coding lost of each layer, where the save that wrote it is still there to say so."""
+    """Return what coding lost of each layer, if the save that wrote it is still there and records that."""
     by_layer: dict[str, list[CodingLoss]] = {}
     for origin, layers in _compact_by_origin(entries):
         name = saved_at(repo, origin)
-        with suppress(LayerstoreError):  # what was lost says nothing about whether what is there can be read
+        with suppress(LayerstoreError):  # a record of losses that cannot be read does not affect the layers
             for loss in () if name is None else repo.catalog.commit(name).observed.losses:
                 if loss.layer in layers:
                     by_layer.setdefault(loss.layer, []).append(loss)
@@ -218,7 +218,7 @@ def _losses(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, list[C
 
 
 def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, str]:
-    """Return what the differences of each layer refer to: the newest exact save in its history that has it."""
+    """Return what each layer's differences refer to: the newest exact save in its history that has it, or an object."""
     references: dict[str, str] = {}
     for origin, layers in _compact_by_origin(entries):
         unnamed = {
@@ -228,7 +228,7 @@ def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, st
         }
         references |= {name: f"object {short_id(min(ids))}" for name, ids in unnamed.items()}
         view = repo.catalog.find(origin.run)
-        with suppress(LayerstoreError):  # a damaged record, say: the object's name has to do
+        with suppress(LayerstoreError):  # such as a damaged record: the object's name is used instead
             for row in saves_below(view, attempt=origin.attempt, step=origin.step) if view and unnamed else ():
                 exact = {name: entry for name, entry in row.entries(unnamed).items() if not entry.compact}
                 for name, entry in exact.items():
@@ -241,7 +241,7 @@ def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, st
 
 
 def _compact_by_origin(entries: Iterable[LayerEntry]) -> Iterable[tuple[Origin, dict[str, LayerEntry]]]:
-    """Return those of *entries* that are compact, by the save that wrote them."""
+    """Return the compact *entries*, grouped by the save that wrote them."""
     by_origin: dict[Origin, dict[str, LayerEntry]] = {}
     for entry in entries:
         if entry.compact:

@@ -122,7 +122,7 @@ class Stats:
 
 
 def stats_fields(stats: Stats) -> dict[str, Any]:
-    """Return *stats* as JSON fields; for a run counted alone, leave out what only it needs, which is unknown."""
+    """Return *stats* as JSON fields; the ``own_bytes`` of a run counted alone are None, since they are unknown."""
     own = {} if stats.run is None else {"own_bytes": None}
     return json_fields(stats) | {
         "runs": [json_fields(run) | own for run in stats.runs],
@@ -247,13 +247,13 @@ def commits_of(repo: Repository, view: RunView, problems: list[str]) -> Iterator
         try:
             yield repo.catalog.commit(row.name)
         except NotFound:
-            continue  # gc has just removed it
+            continue  # gc has removed it in the meantime
         except IntegrityError as exc:
             problems.append(f"{row.run}@{row.step}: {exc}")
 
 
 def _by_blob(uses: dict[tuple[BlobRef, int], int]) -> Iterator[tuple[BlobRef, dict[int, int]]]:
-    """Yield each blob once, in the order of the folders, with the runs that use it and how often."""
+    """Yield each blob once, in the order of the object folders, with the runs that use it and how often."""
     keys = sorted(uses, key=lambda key: (key[0].id, key[0].size_bytes))
     for ref, group in groupby(keys, key=lambda key: key[0]):
         yield ref, {index: uses[ref, index] for _, index in group}
@@ -265,7 +265,7 @@ def _add_version(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, 
     versions = layer.count + 1
     for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.named)]:
         tally.add(part, uses, tally.stats.kinds[kind], layer)
-    # Of a layer, versions count; `add` has counted their objects.
+    # A layer counts its versions, but `add` has counted their objects.
     layer.count = versions
 
 

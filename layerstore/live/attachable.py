@@ -47,7 +47,7 @@ class Attachable(Protocol):
 
     @property
     def binding(self) -> Binding:
-        """Its saver and the commit that it holds."""
+        """The attached saver, and the commit that the engine holds."""
 
     def meet(self, exchange: Exchange) -> None:
         """Exchange which rank holds what, as far as a saver needs it. Collective."""
@@ -56,7 +56,7 @@ class Attachable(Protocol):
         """Wait for all pending saves. Collective."""
 
     def install(self) -> Callable[[], None]:
-        """Make its own saves and loads use the store; return a function that undoes it."""
+        """Make the engine's own saves and loads use the store; return a function that undoes this."""
 
     def read(
         self, exchange: Exchange, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None
@@ -67,18 +67,18 @@ class Attachable(Protocol):
         """Call *fill* on all ranks. Collective."""
 
     def warn(self, what: str, *notes: str) -> None:
-        """Log *notes* on *what*, on one rank only."""
+        """Log *notes* about *what*, on one rank only."""
 
 
 def trained_and_levels(
     where: str, trained: object, optimizers: object, store: Store | StrPath | Iterable[StrPath] | None
 ) -> tuple[Attachable, Levels]:
     """
-    Return what is trained and the levels of *store*; without *store*, *optimizers* is the store of DeepSpeed's engine.
+    Return what is trained and the levels of *store*; for DeepSpeed's engine, *optimizers* may be the store instead.
 
     Raises:
         InvalidInput: *trained* cannot be saved, or *store* is not a store.
-        Unsupported: It keeps state where it cannot be saved.
+        Unsupported: *trained* keeps state where it cannot be saved.
     """
     hint = f'{where}(engine, "runs/store", run=…), or {where}(model, optimizer, "runs/store", run=…)'
     if store is None:
@@ -107,7 +107,7 @@ def attachable(trained: object, optimizers: object = None) -> Attachable:
 
     if not hasattr(trained, "zero_optimization_stage") and hasattr(trained, "named_parameters"):
         raise InvalidInput(
-            f"{type(trained).__name__} is a module, and its optimizer is not named",
+            f"{type(trained).__name__} is a module, and no optimizer was given",
             hint="attach(model, optimizer, store, run=…), and resume in the same way; or pass DeepSpeed's engine",
         )
     return AttachableEngine(trained)

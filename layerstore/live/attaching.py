@@ -32,14 +32,14 @@ def attach(
     **options: Unpack[SaverKeywords],
 ) -> Saver:
     """
-    Return a saver into *store* as run *run*: of a DeepSpeed engine under ZeRO, ``attach(engine, store, run="sft")``.
+    Return a saver of a DeepSpeed engine under ZeRO to run *run* of *store*: ``attach(engine, store, run="sft")``.
 
     ``attach(model, optimizer, store, run="sft")`` saves a module that FSDP2 (``fully_shard``), DDP or a single device
-    trains; several optimizers come in a list.
+    trains; pass several optimizers as a list.
 
     Every rank calls it. The *options* are the fields of `SaverOptions`, such as ``policy="parity"``. If *store* is a
-    path without a store, one is made there, unless *create* is False. If it is a list, the first place takes each save,
-    and the others have it soon after, as with *push*: ``["/dev/shm/sft", "s3://checkpoints/sft"]``.
+    path without a store, one is made there, unless *create* is False. If it is a list, each save goes to the first
+    place, and soon after to the others, as with *push*: ``["/dev/shm/sft", "s3://checkpoints/sft"]``.
 
     On a run that has commits, this begins a new attempt, whose first save is full. To continue a run, call
     ``layerstore.resume`` first, or load through the engine before the first save. An engine whose saver was closed
@@ -50,7 +50,7 @@ def attach(
     Raises:
         InvalidInput: *engine* is not one of DeepSpeed's, or a module's optimizer is missing; or the ranks do not see
             the same store.
-        NoStore: There is none, and *create* is False, or only some ranks see it.
+        NoStore: There is no store, and *create* is False, or only some ranks see one.
         Conflict: *engine* already has a saver, or the ranks see different commits.
         Unsupported: An engine does not train under ZeRO, or state is kept where it cannot be saved.
     """
@@ -86,7 +86,7 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
         if exchange.rank == 0:
             _warn_of_exact_saves(options)
         attempt = AttemptLock(exchange, opened.store.repo, run=run)
-        # If a later step fails, the earlier ones are undone: the engine trains on as if nobody had attached.
+        # If a later step fails, the earlier ones are undone: the engine trains on as if nothing had been attached.
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
             place = attempt.acquire(partial(place_resumed, composition=resumed))
@@ -114,7 +114,7 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
 
 
 def _warn_of_exact_saves(options: SaverOptions) -> None:
-    """Warn if *keep* will remove every exact save: the collection that does says so only when it is gone."""
+    """Warn if *keep* will remove every exact save: the collection that removes one would only report it afterwards."""
     keep, every = options.keep, options.exact_every
     if options.precision == "exact" or options.places or keep is None or keep.last is None:
         return
@@ -122,14 +122,14 @@ def _warn_of_exact_saves(options: SaverOptions) -> None:
         return  # these may keep one
     if every is None:
         LOG.warning(
-            "Keep(last=%d) removes the first save, and only that is exact: then no resume is bit for bit; a pin "
-            "keeps it",
+            "Keep(last=%d) removes the first save, the only exact one: then no resume is bit for bit; pin that save "
+            "to keep it",
             keep.last,
         )
     elif keep.last < every:
         LOG.warning(
-            "Keep(last=%d) removes each exact save before the next, as one in %d versions of a layer is exact: then no "
-            "resume is bit for bit; a larger last or a pin keeps one",
+            "Keep(last=%d) removes each exact save before the next, as only one in %d versions of a layer is exact: "
+            "then no resume is bit for bit; raise last, or pin an exact save",
             keep.last,
             every,
         )
@@ -155,7 +155,7 @@ def _agreed(
             raise Conflict(f"a saver for run {attached.run!r} is attached already", hint="close that one first")
         check_places(store, places)
     trained.meet(exchange)
-    with exchange.raise_on_all():  # by itself: DeepSpeed's part of it may need all ranks
+    with exchange.raise_on_all():  # a block of its own: all ranks must enter it, as DeepSpeed's part may be collective
         _check_saves(trained.engine, options)
     settings = exchange.texts(_same_on_all_ranks(options, run))
     for rank, other in enumerate(settings):
@@ -180,7 +180,7 @@ def _agreed(
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
-    # At the end of the last saver, some of them may have been unable to read what it had saved.
+    # When the last saver ended, some ranks may have been unable to read what it had saved.
     know_it = exchange.sums([float(resumed is not None)]) == [exchange.size]
     return opened, resumed if know_it else None
 
@@ -208,7 +208,7 @@ def check_places(store: Store | None, places: Sequence[str]) -> None:
 
             checked_url(place)
         else:
-            raise NotFound(f"there is no remote {place!r}: the store is yet to be made", hint="push=URL names a bucket")
+            raise NotFound(f"there is no remote {place!r}: the store is yet to be made", hint="give the bucket's URL")
 
 
 def _check_saves(engine: Engine, options: SaverOptions) -> None:
@@ -218,8 +218,8 @@ def _check_saves(engine: Engine, options: SaverOptions) -> None:
         captured = engine.capture("first-save", {}, pattern=options.pattern, exclude_frozen=options.excludes_frozen)
         if getattr(policy, "measures", False) and any(layer.cut == "boxes" for layer in captured.share.layers):
             raise Unsupported(
-                f"policy {policy.name} cannot measure how far layers have moved that tensor parallelism has split",
-                hint="save with another policy, or every layer",
+                f"policy {policy.name} cannot measure the movement of layers that tensor parallelism has split",
+                hint="use another policy, or save every layer",
             )
     except NotPlain as exc:
         raise Unsupported(f"this training cannot be saved: {exc}", hint="keep plain values and tensors there") from exc

@@ -23,7 +23,7 @@ class Binding:
     place: str = ""
     """What people call that store: its folder or URL."""
     composition: Composition | None = None
-    """The composite that the engine was filled with or has saved last, in the store *store_id*."""
+    """The composite that the engine was filled with, or last saved, in the store *store_id*."""
     is_half_loaded: bool = False
     """Whether the last load failed after it began to change the engine."""
 
@@ -37,7 +37,7 @@ class Binding:
         self.composition, self.is_half_loaded = composition, False
 
     def begin_load(self) -> None:
-        """Record that a load begins: until it completes, and if it is not from a store, no commit is known."""
+        """Record that a load begins: no commit is known until it completes, or at all if it is not from a store."""
         self.composition, self.is_half_loaded = None, False
 
     def fail_load(self) -> None:
@@ -45,7 +45,7 @@ class Binding:
         self.composition, self.is_half_loaded = None, True
 
     def check_fully_loaded(self) -> None:
-        """Raise Conflict if the last load has failed half-way."""
+        """Raise Conflict if the last load failed half-way."""
         if self.is_half_loaded:
             raise Conflict(
                 "the last load failed half-way, so the model holds parts of two states",
@@ -56,7 +56,7 @@ class Binding:
         """
         Let the next saver continue from the tip of *attempt*, whose saver is closed now.
 
-        None if an error ended that saver: then it is unknown which of its saves became commits.
+        *attempt* is None if an error ended that saver: it is then unknown which of its saves became commits.
         """
         saver, self.saver = self.saver, None
         if attempt is None or saver is None:
@@ -64,14 +64,14 @@ class Binding:
             return
         repo = saver.store.repo
         try:
-            repo.records.refresh()  # the other ranks have not made these commits themselves
+            repo.records.refresh()  # only the rank that made these commits knows them already
             view = repo.catalog.find(saver.run)
             rows = [] if view is None else view.of_attempt(attempt)
             if rows and not self.is_half_loaded:
                 self.hold(saver.store, compose_latest(Resolved.of_commit(repo.catalog.commit(rows[-1].name))))
-        except LayerstoreError as exc:  # no reason to end a training that has come to its end
+        except LayerstoreError as exc:  # no reason to fail a training run that is over
             self.composition = None
-            LOG.error("what was saved last cannot be read: %s; the next saver begins a new attempt", one_line(exc))
+            LOG.error("the last save cannot be read: %s; the next saver begins a new attempt", one_line(exc))
 
 
 # Weak, so that a binding does not keep an engine, and its memory on the device, alive.

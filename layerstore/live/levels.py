@@ -5,8 +5,8 @@ Levels: each save goes to the first place, and soon after to the others.
     layerstore.resume(engine, levels, run="sft")
     saver = layerstore.attach(engine, levels, run="sft", keep=Keep(last=3))
 
-Every level is the same store, with the same id, and can be used by itself. Later ones are filled from the first; a
-resume takes the newest step that any of them has, and reads it from the nearest.
+Every level is the same store, with the same id, and can be used by itself. Later levels are filled from the first; a
+resume takes the newest step that any level has, and reads it from the nearest.
 """
 
 from collections.abc import Iterable
@@ -59,7 +59,7 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
         if here == there:
             raise InvalidInput(f"level {one} comes twice", hint="name each place once, the nearest first")
         if here.startswith(f"{there.rstrip('/')}/"):
-            raise InvalidInput(f"level {one} is inside level {other}", hint="name places side by side")
+            raise InvalidInput(f"level {one} is inside level {other}", hint="name separate places")
     return Levels(first, tuple(others))
 
 
@@ -84,11 +84,11 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
     """
     Open *levels* on every rank, after bringing *run* in the first up to date with the others. Collective.
 
-    If no level holds a store, it is None, unless this *makes* one.
+    If no level holds a store, the result has none, unless this *makes* one.
     """
     near = Path(str(levels.first))
     firsts = first_ranks(exchange, near) if levels.others else []
-    if not any(firsts):  # all ranks see one folder, of rank 0's node
+    if not any(firsts):  # all ranks see the same folder as rank 0
         if levels.others:
             with exchange.raise_on_all():
                 if exchange.rank == 0:
@@ -100,7 +100,7 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
         if further and is_url(behind):
             raise InvalidInput(
                 f"{further[0]} comes after {behind}, where commits are made",
-                hint="a bucket behind the nodes is the last",
+                hint="if each node has its own first level, a bucket in second place must be the last",
             )
         if further and exchange.rank == 0:
             _take_over(Levels(behind, tuple(further)), run)
@@ -159,7 +159,7 @@ def _take_over(levels: Levels, run: str) -> None:
 
 def _completed(near: Store, mine: RecordRow, behind: str, run: str) -> RecordRow | None:
     """
-    Return the newest commit that *near* can read whole; its newest one, *mine*, is incomplete there.
+    Return the newest commit that *near* can read in full; its newest one, *mine*, is incomplete there.
 
     The level *behind* may have the rest. Otherwise the commit is lost: *near* belonged to one of several nodes, and the
     others are gone.
@@ -179,12 +179,12 @@ def _open_if_there(level: str, near: Path) -> Store | None:
     try:
         return store_if_there(level)
     except StorageIO as exc:
-        # Not skipped: training would continue from an older step, and fork the run without anybody noticing.
+        # Such a level is not skipped: training would continue from an older step, and silently fork the run.
         raise StorageIO(
             f"{level} may have newer steps than {near}, and cannot be read: {exc}",
             errno=exc.errno,
             filename=exc.filename,
-            hint="try again; or name the other levels alone, to continue from what they have",
+            hint="try again; or leave this level out, to continue from what the others have",
         ) from exc
 
 

@@ -1,4 +1,4 @@
-"""The logger of savers, and errors as one line of it."""
+"""The savers' logger, and errors formatted as one line."""
 
 import logging
 import sys
@@ -6,8 +6,8 @@ import sys
 LOG = logging.getLogger("layerstore")
 
 
-class _UnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]  # generic in the type stubs alone
-    """Writes to stderr unless the program has configured logging: Python itself would only write warnings."""
+class _UnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]  # generic only in the type stubs
+    """Writes to stderr unless the program has configured logging: Python's default would write only warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write *record*."""
@@ -17,7 +17,7 @@ class _UnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]  # gen
 
 
 def _show_lines() -> None:
-    """Make a job's few lines visible by default, unless its program has chosen a level for this logger already."""
+    """Show a job's few lines by default; a level that its program has already set for this logger stays."""
     if LOG.level == logging.NOTSET:
         LOG.setLevel(logging.INFO)
     handler = _UnlessConfigured()
@@ -31,7 +31,7 @@ _show_lines()
 def one_line(exc: BaseException) -> str:
     """Return *exc* and its cause in one line."""
     words, cause = str(exc), exc.__cause__ or ""
-    # Without the number, because most of our messages already end in the system's own text.
+    # Without the errno, because most of our messages already end in the system's text for it.
     cause = (isinstance(cause, OSError) and cause.strerror) or str(cause)
     if cause not in words:
         words = f"{words}: {cause}"

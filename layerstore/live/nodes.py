@@ -1,5 +1,5 @@
 """
-A first level in each node: the ranks of a node write to its own store, and commits are made in the level behind it.
+A first level on each node: the ranks of a node write to its own store, and commits are made in the level behind it.
 
 Each node's store is a partial clone of that level: it has the saves of its own ranks, and fetches everything else on
 demand. Saves that a job could not send before it died stay there, and are sent when the next job resumes.
@@ -30,12 +30,12 @@ from layerstore.threads import Threads
 
 
 def first_ranks(exchange: Exchange, folder: Path) -> list[int]:
-    """Return, by rank, the first rank that sees the same *folder*: the first rank of each rank's node. Collective."""
+    """Return, for each rank, the first rank that sees the same *folder*: the first of its node. Collective."""
     token = exchange.first(secrets.token_hex(8) if exchange.rank == 0 else "")
     files, places = Files(), (layout_at(folder).tmp, folder, *folder.absolute().parents)
     with exchange.raise_on_all():
         there = next(place for place in places if files.is_directory(place))
-    # The folder may not exist yet; then its path, in the mark's name, distinguishes it within the folder that does.
+    # If the folder does not exist yet, the mark is in a parent of it; the path in the mark's name tells folders apart.
     prefix = f"{MARK_PREFIX}{token}-{object_id(str(folder.absolute()).encode())}."
     with _marked(exchange, files, there / f"{prefix}{exchange.rank}"):
         with exchange.raise_on_all():
@@ -46,7 +46,7 @@ def first_ranks(exchange: Exchange, folder: Path) -> list[int]:
 
 @contextmanager
 def _marked(exchange: Exchange, files: Files, mark: Path) -> Iterator[None]:
-    """Make the file *mark*, one for each rank, while the block runs."""
+    """Keep the file *mark*, one per rank, while the block runs."""
     try:
         with exchange.raise_on_all():
             files.create(mark).close()
@@ -59,10 +59,10 @@ def open_nodes(
     exchange: Exchange, store: Store, near: Path, behind: str, run: str, *, firsts: list[int]
 ) -> tuple[Store, Near]:
     """
-    Return *store*, which reads from *near* first, and this node's own store *near*.
+    Return *store*, now reading from *near* first, and this node's own store *near*.
 
     *store* is the level *behind* the nodes. Saves of *run* that *near* has and *store* lacks are sent first. *firsts*
-    are the first ranks of each rank's node.
+    has, by rank, the first rank of its node.
 
     Raises:
         Conflict: *near* is another store.
@@ -81,7 +81,7 @@ def open_nodes(
             make_partial(near, store.repo.identity, url_of(behind))
     with exchange.raise_on_all():
         opened = Store(near)
-    # First, so that the level behind has everything before this node takes over its newest commit.
+    # First, so that the level behind has everything before this node takes over the newest commit from there.
     _send_rest(exchange, opened, store, behind, run, is_first_here=is_first_here)
     with exchange.raise_on_all():
         store.repo.records.refresh()
@@ -105,7 +105,7 @@ def open_nodes(
 
 
 def _send_rest(exchange: Exchange, near: Store, store: Store, behind: str, run: str, *, is_first_here: bool) -> None:
-    """Send the saves of *run* that an earlier job has written to the nodes, but not to *store*."""
+    """Send to *store* the saves of *run* that an earlier job has written only to the nodes."""
     with exchange.raise_on_all():
         mine, there = newest(near, run) if is_first_here else None, newest(store, run)
     newest_by_rank = exchange.integers([-1, -1] if mine is None else [mine.attempt, mine.step])
@@ -149,14 +149,14 @@ def forget_unsent(near: Store, store: Store, run: str) -> None:
     """
     Remove the records of *run* that *near* has and *store* lacks.
 
-    The newer ones can never be sent: another node that had parts of them is gone. The others were collected there.
+    Newer ones can never be sent: a node that had parts of them is gone. The others were collected in *store*.
     """
     view, there = near.repo.catalog.find(run), store.repo.catalog.find(run)
     if view is None:
         return
     lost = {row.id for row in view.newer_than(newest(store, run))}
     for row in view.visible:
-        # A record that is damaged there stays here: this may be the only sound copy.
+        # A record that is damaged in *store* stays in *near*: this may be the only sound copy.
         if there is None or (row.id not in there.rows and row.name not in there.damaged):
             if row.id in lost:
                 LOG.warning("%s@%d is lost: a node that had a part of it is gone", run, row.step)
@@ -164,7 +164,7 @@ def forget_unsent(near: Store, store: Store, run: str) -> None:
 
 
 def has_whole(near: Store, row: RecordRow) -> bool:
-    """Whether *near* itself has everything that a commit names; a store that is not a partial clone always counts."""
+    """Whether *near* itself has all that the commit *row* names; always True unless *near* is a partial clone."""
     if not near.repo.files.exists(near.repo.layout.partial):
         return True
     record = near.repo.catalog.commit(row.name).record
@@ -178,7 +178,7 @@ def send_objects(near: Repository, repo: Repository) -> None:
     """
     Copy every object of *near* that *repo* lacks, states last.
 
-    Version blobs are left to the commits: they name objects of other nodes, which may be gone.
+    Version blobs are left to `send_commits`: they name objects of other nodes, which may be gone.
     """
     sizes = ((name, near.files.size(near.layout.object(name))) for name in near.objects.ids())
     refs = [BlobRef(id=name, size_bytes=size) for name, size in sizes if size is not None]
@@ -194,7 +194,7 @@ def send_objects(near: Repository, repo: Repository) -> None:
             elif magic != VERSION_MAGIC:
                 writer.copy(ref, near.objects)
         writer.publish()
-        # After the objects that they name: in its place, a blob promises that everything it names can be found.
+        # After the objects that they name: a blob in its place promises that everything it names can be found.
         for ref in states:
             writer.copy(ref, near.objects)
         writer.publish()

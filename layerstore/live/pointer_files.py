@@ -48,18 +48,18 @@ def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:
 
 
 def first_shard_of(rank: int) -> str:
-    """Return the name of *rank*'s file of the model under stage 3."""
+    """Return the name of *rank*'s model file under ZeRO stage 3."""
     return f"zero_pp_rank_{rank}_{MODEL_STATES}"
 
 
 def write_fsdp_pointers(files: Files, folder: Path, pointer: Pointer) -> None:
-    """Write pointers under all names of FSDP for model and optimizer, since its settings decide which ones it loads."""
+    """Write pointers under all of FSDP's names for model and optimizer: its settings decide which ones it loads."""
     for name in (FSDP_MODEL, FSDP_OPTIMIZER, *(f"{inner}/{DCP_METADATA}" for inner in FSDP_FOLDERS)):
         write_pointer(files, folder / name, pointer)
 
 
 def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Pointer:
-    """Return the pointer to *composition*; its base is the pin *pin* if that is given."""
+    """Return a pointer to *composition*, whose base is the pin *pin* if one is given."""
     base = composition.base
     is_mixture = pin is None and composition.policy != "latest"
     return Pointer(
@@ -90,7 +90,7 @@ def pointer_to_next(saver: Saver) -> Pointer:
 
 def store_of(pointer: Pointer, saver: Saver | None) -> Store:
     """
-    Return the store that *pointer* leads to; *saver*'s own if it has the same id, as the store may have moved since.
+    Return the store that *pointer* leads to: *saver*'s own if the ids match, as the store may have moved since.
 
     Raises:
         NoStore: It is no longer there.
@@ -105,11 +105,11 @@ def store_of(pointer: Pointer, saver: Saver | None) -> Store:
             raise  # a bucket is missing
         raise NoStore(
             f"the pointer leads to {pointer.name} in the store at {pointer.store}, which is not there",
-            hint="if it has moved, make a link to it there, or name it to layerstore.transformers.checkpoint",
+            hint="if it has moved, make a link there, or pass its new path to layerstore.transformers.checkpoint",
         ) from exc
     if store.id != pointer.store_id:
         raise Conflict(
-            f"the pointer leads to {pointer.name}, but {pointer.store} is another store by now",
+            f"the pointer leads to {pointer.name}, but {pointer.store} is now another store",
             hint="attach a saver to the right store first",
         )
     return store
@@ -153,7 +153,7 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
     row = next((row for row in own if row.step == pointer.step), None)
     if row is None:
         raise NotFound(
-            f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
+            f"the pointer leads to {pointer.name} (attempt {pointer.attempt}), which is not in the store",
             hint=_newest_instead(store, view, pointer),
         )
     return Resolved.of_commit(repo.catalog.commit(row.name))
@@ -162,12 +162,12 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
 def _newest_instead(store: Store, view: RunView | None, pointer: Pointer) -> str:
     """Return the hint for a dangling pointer: usually the job was killed before the save was complete."""
     if store.repo.attempts_being_saved(pointer.run, [pointer.attempt]):
-        return f"a job still saves attempt {pointer.attempt}: that save is not complete yet, or it failed; try again"
+        return f"a job is still saving attempt {pointer.attempt}: that save is incomplete or failed; try again"
     if view is None or not view.visible:
-        return f"its save was not complete when the job ended, or it was removed; {pointer.run} has no other"
+        return f"its save was incomplete when the job ended, or it was removed; {pointer.run} has no other commit"
     newest = f"{pointer.run}@{next(view.history(view.attempts[-1])).step}"
     return (
-        f"its save was not complete when the job ended, or it was removed; {newest} is there: "
+        f"its save was incomplete when the job ended, or it was removed; {newest} is there: "
         f'layerstore.transformers.checkpoint("{pointer.store}", "{newest}")'
     )
 
@@ -183,12 +183,12 @@ def checkpoint(
     policy: str | Policy = "latest",
 ) -> str | None:
     """
-    Return a folder that ``resume_from_checkpoint`` takes, for the commit *ref*: ``RUN@STEP``, ``RUN`` or a pin.
+    Return a folder for ``resume_from_checkpoint``, with the commit *ref*: ``RUN@STEP``, ``RUN`` or a pin.
 
-    None if *ref* is a run that has no commit yet, or *store* is a path without a store, so one script serves the first
-    launch and every later one; a line of the log says so. Every rank calls it. The folder is for the present number of
-    ranks, however many saved the commit. It is *folder*, or a temporary one of this process, removed at exit. *policy*
-    says which version of each layer to take.
+    None, and a line in the log, if *ref* is a run without a commit, or *store* a path without a store: so one script
+    serves the first launch and every later one. Every rank calls it. The folder is for the current number of ranks,
+    however many saved the commit. It is *folder*, or a temporary one of this process, removed at exit. *policy* says
+    which version of each layer to take.
 
     Raises:
         NotFound: There is no such commit, or no Trainer has saved it.
@@ -238,10 +238,10 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
             f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
             hint="fill the engine with layerstore.resume(engine, store, run=…)",
         )
-    # Neither the trainer nor its stage is known yet: a mismatch is refused when the pointers are loaded.
+    # Which trainer and stage will load them is not known yet: a mismatch is refused when the pointers are loaded.
     write_fsdp_pointers(repo.files, target, pointer)
     if not base.is_dcp:
-        # A Trainer looks for folders of this name only.
+        # A Trainer looks only for folders with such a name.
         tag = base.layout.tag if base.layout.tag.startswith("global_step") else f"global_step{base.step}"
         for state in states:
             for name in (MODEL_STATES, first_shard_of(state.rank), Path(state.optimizer.path).name):
@@ -251,7 +251,7 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
 
 
 def _states_here(store: Store, composition: Composition, name: str) -> list[RankState]:
-    """Return the states of DeepSpeed's ranks, for as many as there are now."""
+    """Return the states of DeepSpeed's ranks, for the current number of ranks."""
     ranks = plan_ranks(store.repo, composition, RankOptions(world_size=_world_size()), is_live=True)
     for note in ranks.notes:
         LOG.warning("%s: %s", name, note)

@@ -37,7 +37,7 @@ class Resumed:
     step: int
     """The trainer's step of the base commit."""
     global_steps: int
-    """DeepSpeed's own counters; for a module the step, and zeros."""
+    """DeepSpeed's own counters; for a module, *global_steps* is the step and the other two are 0."""
     global_samples: int
     skipped_steps: int
     client_state: dict[str, Any]
@@ -67,14 +67,14 @@ def resume(
     Fill *engine* from run *run* of *store*, at the engine's own world size: ``resume(engine, store, run="sft")``.
 
     ``resume(model, optimizer, store, run="sft")`` fills a module and its optimizer, on any mesh, whichever trainer
-    saved the commit. ``run="sft~1"`` takes the attempt before the newest.
+    saved the commit. ``run="sft~1"`` resumes the attempt before the newest.
 
-    None at the first launch, when there is no commit of the run, or no store at a path; a line of the log says so. If
-    *store* is a list of places, nearest first, the newest step that any of them has is taken, and read from the
-    nearest. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
-    newest step; otherwise it opens the next one. *policy* says which version of each layer to take, seen from *step*;
-    with *exact*, the newest save up to *step* that was kept bit for bit takes its place. If DeepSpeed continues a
-    commit of FSDP2, DeepSpeed's own state comes from its newest commit before, or from *like*, counters advanced.
+    None at the first launch, when the run has no commit, or the path no store; a line in the log says so. If *store* is
+    a list of places, nearest first, the newest step that any of them has is taken, and read from the nearest. Every
+    rank calls it. A saver that is attached afterwards continues the newest attempt if the resumed step was its newest;
+    otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from *step*; with
+    *exact*, the newest save up to *step* that was kept bit for bit is used instead. If DeepSpeed continues a commit of
+    FSDP2, DeepSpeed's own state comes from the last commit it saved before, or from *like*, with counters advanced.
 
     Raises:
         NotFound: There is no such step or, with *must_exist*, no commit or no store at all.
@@ -109,10 +109,10 @@ def resume(
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
         if composite is None:
             if exchange.rank == 0:
-                log_nothing_yet(opened, run, refusal="; resume(…, must_exist=True) refuses to begin")
+                log_nothing_yet(opened, run, refusal="; resume(…, must_exist=True) raises instead")
             return None
         composition = composite.composition
-        # Every rank has read and checked its part before any rank changes: a failed resume leaves all as they were.
+        # Every rank has read and checked its part before any engine changes: a failed resume leaves all as they were.
         with exchange.raise_on_all(), naming_damage(opened.repo, composition, resumes=True):
             loading = trained.read(exchange, opened, composition, adam_step=adam_step, like=like)
         trained.fill(loading.fill, exchange)
@@ -152,19 +152,19 @@ def check_run(store: Store | None, run: str) -> None:
         step = "" if reference.step is None else f", step={reference.step}"
         raise InvalidInput(
             f"{run!r} is not a run but a reference",
-            hint=f'run="{run.partition("@")[0] if step else reference.name}"{step}; '
-            "layerstore.transformers.checkpoint takes references",
+            hint=f'write run="{run.partition("@")[0] if step else reference.name}"{step}; '
+            "layerstore.transformers.checkpoint accepts references",
         )
     check_name(run, what="the run's name")
     if store is not None and run in store.repo.records.pin_names() and not store.repo.records.names(run):
         raise Conflict(
             f"{run!r} is a pin; runs and pins share their names",
-            hint="name the run; layerstore.transformers.checkpoint takes a pin",
+            hint="name the run; layerstore.transformers.checkpoint accepts a pin",
         )
 
 
 def _warn_of_further(view: RunView, step: int) -> None:
-    """Warn if an attempt from scratch was resumed, which is easily begun by mistake, and an earlier one got further."""
+    """Warn if the resumed attempt began from scratch, perhaps by mistake, and an earlier attempt got further."""
     attempts = view.attempts
     if view.fork_of(attempts[-1]) is not None:
         return
@@ -172,7 +172,7 @@ def _warn_of_further(view: RunView, step: int) -> None:
         newest = view.of_attempt(attempt)[-1]
         if newest.step > step:
             LOG.warning(
-                "attempt %d of %s began from scratch, and attempt %d goes on to step %d: resume(…, run=%r) takes that",
+                "attempt %d of %s began from scratch, but attempt %d reached step %d: resume(…, run=%r) continues it",
                 attempts[-1],
                 view.run,
                 attempt,
@@ -199,7 +199,7 @@ def _composite(
     try:
         return store.compose(attempt if step == "latest" else f"{attempt}@{step}", policy=policy, exact=exact)
     except NotFound as exc:
-        return exc  # another host may see it already
+        return exc  # another host may already see it
 
 
 def _commit_of(composite: Composite | NotFound | None) -> str:

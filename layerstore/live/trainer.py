@@ -30,12 +30,11 @@ class LayerstoreCallback(TrainerCallback):
     """
     Makes a Trainer under DeepSpeed ZeRO, or FSDP2, save to a store and resume from it, on its own schedule.
 
-    Its folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end`` and
-    ``resume_from_checkpoint`` work as before. *options* are those of ``layerstore.attach``, checked when this is made.
+    Checkpoint folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end``
+    and ``resume_from_checkpoint`` work as before. *options* are those of ``layerstore.attach``, checked at once.
 
     With *every*, the state is also saved at every multiple of that many steps, without a folder. It is captured at the
-    end of the step, before the Trainer logs and evaluates, so what these change (the best metric, for example) is not
-    in it.
+    end of the step, before the Trainer logs and evaluates, so it lacks what these change, such as the best metric.
     """
 
     @checked
@@ -106,7 +105,7 @@ show_fields(LayerstoreCallback.__init__, SaverOptions)
 
 
 def _check_store(store: Store | StrPath, run: str, options: SaverOptions) -> None:
-    """Raise now what `attach` would raise about *store* once model and data are set up."""
+    """Raise now what `attach` would raise about *store* only after model and data are set up."""
     if isinstance(store, Store):
         _check_names(store, run, options)
         return
@@ -131,8 +130,8 @@ class _Count:
     """
     The step of a save.
 
-    The Trainer counts a step only at its very end. A save on a signal may come before that, but after the engine's
-    update; then its state is that of the next step, whatever the folder's name is.
+    The Trainer counts a step only at the step's very end. A save on a signal may come before that, but after the
+    engine's update; its state then belongs to the next step, whatever the folder is called.
     """
 
     def __init__(self, state: TrainerState, updates: Callable[[], int], *, resumed: int) -> None:
@@ -156,11 +155,11 @@ class _Count:
 
 
 def _own_files(folder: Path, state: TrainerState, control: TrainerControl, given: dict[str, Any]) -> dict[str, StrPath]:
-    """Write the Trainer's own files to *folder*, which it needs to resume; return them by name."""
+    """Write to *folder* the files of its own that the Trainer needs to resume; return them by name."""
     import torch
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
-    callbacks: Any = state.stateful_callbacks  # declared as a list, but it is a dict of their states
+    callbacks: Any = state.stateful_callbacks  # declared as a list, but is a dict of the callbacks' states
     callbacks["TrainerControl"] = control.state()
     path = folder / TRAINER_STATE
     state.save_to_json(str(path))

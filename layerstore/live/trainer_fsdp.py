@@ -1,8 +1,8 @@
 """
 Saves and loads of Transformers' Trainer under FSDP2; only this module knows the names of the Trainer and Accelerate.
 
-The Trainer imports four functions of Accelerate, which are replaced there. If a saver is attached to the model, a save
-goes to the store and leaves pointers. Pointers are loaded from the store. Everything else is left to Accelerate.
+The Trainer's module imports four functions of Accelerate; they are replaced in it. If a saver is attached to the model,
+a save goes to the store and leaves pointers. Pointers are loaded from the store. Accelerate does everything else.
 """
 
 import functools
@@ -33,7 +33,7 @@ def trains_with_fsdp() -> bool:
 
 
 def trainers_save_to_stores() -> None:
-    """Make every Trainer of this process use stores from now on; its arguments have no setting for that."""
+    """Make every Trainer of this process use stores from now on; the Trainer's arguments have no setting for that."""
     from transformers import trainer
 
     for name, instead in (
@@ -51,7 +51,7 @@ def _replaced(real: Callable[..., Any], instead: "_Instead") -> Callable[..., An
     @functools.wraps(real)
     def replaced(plugin: Any, accelerator: Any, *others: Any, **named: Any) -> Any:
         accelerates = functools.partial(real, plugin, accelerator, *others, **named)
-        model, folder = others[-2:]  # in all four functions; those for optimizers have one before these
+        model, folder = others[-2:]  # last in all four functions; those for optimizers have one argument before
         return instead(accelerates, accelerator, model, Path(folder)) if accelerator.is_fsdp2 else accelerates()
 
     replaced.layerstore = True  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def _save_nothing_more(real: _Real, accelerator: Any, model: Any, folder: Path) 
 
 
 def _load_model(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
-    """Load the weights: to resume, or those of the best model at the end of training."""
+    """Load the weights, to resume or to restore the best model at the end of training."""
     from torch.nn.modules.module import _IncompatibleKeys
 
     return _filled(real, accelerator, model, folder, optimizer=False) or _IncompatibleKeys([], [])
@@ -105,7 +105,7 @@ def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimize
     trained = AttachableModule(model, accelerator._optimizers)
     saver = trained.binding.saver
     if saver is not None:
-        saver.close()  # training has ended or was given up: the state to be loaded does not follow what was saved
+        saver.close()  # training has ended or was given up: the loaded state does not continue what was saved
     with closing(Exchange()) as exchange:
         target = _find_target(exchange, folder, saver)
         if target is not None:

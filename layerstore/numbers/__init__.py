@@ -1,4 +1,4 @@
-"""What is computed with numbers: element types converted, masters averaged, layers compared."""
+"""Computations on numbers: convert element types, average masters, compare layers."""
 
 from layerstore.numbers.distance import (
     SECOND_MOMENT,

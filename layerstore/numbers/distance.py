@@ -42,7 +42,7 @@ class Distance:
     elements: int
     """How many were compared."""
     relative_l2: float
-    """L2 norm of the difference over that of the first; infinite if the first is all zeros."""
+    """L2 norm of the difference, divided by the first's; infinite if only the first is all zeros."""
     cosine: float
     """Cosine of the angle between the two; NaN if one is all zeros."""
     nonfinite_a: int | None
@@ -71,7 +71,7 @@ class Meter:
         self._nonfinite_a = self._nonfinite_b = 0
 
     def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str, weight: float = 1.0) -> None:
-        """Add the next elements of both, whose numbers must be equal; each stands for *weight* elements."""
+        """Add the next elements, equally many of each side; each stands for *weight* elements."""
         import numpy as np
 
         first, second = _numbers(a, dtype_a), _numbers(b, dtype_b)
@@ -133,7 +133,7 @@ def movement_of(*, dd: float, aa: float, elements: float) -> float:
     return math.sqrt(dd) / max(math.sqrt(aa), _FLOOR * math.sqrt(elements))
 
 
-# -- movement where the loss notices it ------------------------------------------------------------------------------
+# -- movement weighted by gradients ----------------------------------------------------------------------------------
 
 SECOND_MOMENT = "exp_avg_sq"
 """Adam's name for the running mean of squared gradients; its root is the size of an element's gradients."""
@@ -147,8 +147,8 @@ class Movements:
     """Relative to the layer's norm."""
     weighted: Mapping[str, float] = field(default_factory=dict)
     """
-    The mean over its elements of how far each has moved times the size of its gradients, relative to the same mean of
-    the masters themselves over all layers that are measured. Empty if the optimizer lacks second moments of some.
+    The mean over its elements of movement times gradient size, relative to the mean of magnitude times gradient size
+    over the elements of all measured layers. Empty if the optimizer lacks second moments of some layer.
     """
 
     def decisions(self) -> dict[Tree, Tree]:
@@ -162,15 +162,15 @@ class Weighted:
     """Sums over a layer's elements, each weighted by the size of its gradients."""
 
     moved: float
-    """Of how far they have moved."""
+    """The sum of how far they have moved."""
     lengths: float
-    """Of their own magnitudes."""
+    """The sum of their magnitudes."""
     elements: float
 
 
 def weighted_movements(layers: Mapping[str, Weighted]) -> dict[str, float]:
     """
-    Return the movement of each of *layers* where the loss notices it; nothing if no gradient is known.
+    Return the gradient-weighted movement of each of *layers*; nothing if no gradient is known.
 
     A layer without elements is frozen, and has not moved.
 
@@ -179,7 +179,7 @@ def weighted_movements(layers: Mapping[str, Weighted]) -> dict[str, float]:
     """
     finite = [
         movement for movement in layers.values() if math.isfinite(movement.lengths)
-    ]  # one that has gone wrong spoils no other
+    ]  # one non-finite layer must not spoil the rest
     elements, lengths = sum(movement.elements for movement in finite), sum(movement.lengths for movement in finite)
     if not lengths:
         return {}
@@ -208,7 +208,7 @@ class WeightedMeter:
         import numpy as np
 
         first, second, third = (_numbers(numbers.data, numbers.dtype) for numbers in (old, new, squares))
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite makes its layer due
+        with np.errstate(over="ignore", invalid="ignore"):  # a non-finite result makes its layer due
             roots = np.sqrt(third)
             self._moved += weight * float(roots @ np.abs(second - first))
             self._lengths += weight * float(roots @ np.abs(first))

@@ -9,14 +9,14 @@ def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int])
     """
     Yield the first element and the length of each run that a box of a tensor consists of, in order.
 
-    Two rows of a matrix lie together, half of its columns do not:
+    Two rows of a matrix are contiguous, half of its columns are not:
 
     >>> list(box_runs((4, 3), (2, 0), (2, 3))), list(box_runs((4, 3), (0, 1), (2, 2)))
     ([(6, 6)], [(1, 2), (4, 2)])
     """
     if not prod(sizes):
         return
-    # In its last dimensions the box is as wide as the tensor: these lie together.
+    # The last dimensions in which the box is as wide as the tensor are contiguous.
     split = len(shape)
     while split and sizes[split - 1] == shape[split - 1]:
         split -= 1

@@ -7,7 +7,7 @@ from layerstore.numbers.rounding import Bytes, convert
 
 def mean(parts: Iterable[tuple[Bytes, float]], *, dtype: str) -> memoryview:
     """
-    Return the mean of *parts*, equally many elements of the type *dtype* with a weight each, as fp32.
+    Return the mean of *parts* as fp32: each has equally many elements of the type *dtype*, and a weight.
 
     >>> import numpy as np
     >>> parts = [(np.float32([1, 2]).tobytes(), 1.0), (np.float32([4, 8]).tobytes(), 2.0)]
@@ -21,7 +21,7 @@ def mean(parts: Iterable[tuple[Bytes, float]], *, dtype: str) -> memoryview:
         for data, weight in parts:
             numbers = np.frombuffer(convert(data, source=dtype, target="F32"), "<f4")
             if total is None or weight != 1:
-                numbers = numbers.astype("<f8")  # before it is weighed: numpy 1 would multiply in fp32
+                numbers = numbers.astype("<f8")  # before it is weighted: numpy 1 would multiply in fp32
                 numbers *= weight
             total = numbers if total is None else np.add(total, numbers, out=total)
             weights += weight

@@ -39,7 +39,7 @@ def convert(data: Bytes, *, source: str, target: str) -> memoryview:
 
 
 def equal_bytes(left: memoryview, right: memoryview) -> bool:
-    """Whether both hold the same bytes; Python's own comparison looks at one byte at a time."""
+    """Whether both hold the same bytes; Python's own comparison goes byte by byte."""
     import numpy as np
 
     return np.array_equal(np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8))
@@ -83,7 +83,7 @@ def _rounded(data: Bytes, target: str) -> memoryview:
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity, as in the engine
         rounded = np.frombuffer(data, "<f4").astype(_numpy_type(target)).view("<u2")
     if target == "BF16":
-        # ml_dtypes keeps the sign of a NaN. Stores hold weights that were derived without it, so that stays.
+        # ml_dtypes keeps the sign of a NaN. Stores hold weights that were derived without it, so drop it.
         is_negative_nan = rounded == _BF16_NEGATIVE_NAN
         if is_negative_nan.any():
             rounded[is_negative_nan] = _BF16_NAN

@@ -41,10 +41,10 @@ class Drift:
     """
     stalest: Annotated[int, Setting("no layer older than N saves", metavar="N")] = 10
     """No layer gets older than this many saves, whatever the budget."""
-    by: Annotated[Literal["gradient", "norm"], Setting("what a movement is weighed by")] = "gradient"
+    by: Annotated[Literal["gradient", "norm"], Setting("what a movement is weighted by")] = "gradient"
     """
-    Weigh each element's movement by the size of its gradients, as a fraction of the model; or the whole as a fraction
-    of the layer's own norm. The latter also stands in where the optimizer keeps no second moments.
+    ``gradient`` weights each element's movement by the size of its gradients, relative to the model; ``norm`` takes the
+    layer's movement relative to its own norm, and is used wherever the optimizer keeps no second moments.
     """
 
     name = "drift"
@@ -55,7 +55,7 @@ class Drift:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.threshold >= 0:
-            raise InvalidInput(f"drift has no threshold {self.threshold}", hint="a fraction, like 0.01")
+            raise InvalidInput(f"invalid drift threshold {self.threshold}", hint="a fraction, like 0.01")
         if self.budget is not None and self.budget <= 0:
             raise InvalidInput(f"drift cannot save {self.budget} bytes", hint="a budget is above 0, or left out")
         if self.stalest < 1:
@@ -78,7 +78,7 @@ class Drift:
                 continue
             size = save.sizes.get(layer, 0)
             if not self._affords(save, size, spent=spent):
-                break  # else small layers, which always fit, would use up the budget that a large one waits for
+                break  # else small layers, which always fit, would use up the budget that a large layer waits for
             chosen.add(layer)
             spent += size
         return frozenset(chosen)
@@ -99,8 +99,7 @@ class Drift:
         """
         Whether *size* bytes fit in what is left of the budget of *save* after *spent*.
 
-        A layer larger than the budget draws on the budgets of the preceding saves, less everything that was saved at
-        them.
+        A layer larger than the budget draws on the budgets of the preceding saves, less everything saved at them.
         """
         if self.budget is None or not size or spent + size <= self.budget:
             return True

@@ -27,9 +27,9 @@ class Save:
     movements: Mapping[str, float] = field(default_factory=dict)
     """How far each layer has moved since, relative to its norm; only at a save, and if the policy ``measures``."""
     weighted_movements: Mapping[str, float] = field(default_factory=dict)
-    """The same with every element weighted by the size of its gradients, relative to the model; see `Movements`."""
+    """Its movement with elements weighted by the size of their gradients, relative to the model; see `Movements`."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """The bytes that writing each layer takes; under the same conditions."""
+    """The bytes that writing each layer takes; given under the same conditions."""
 
 
 @runtime_checkable
@@ -64,7 +64,7 @@ class OwnPolicy(Policy, Protocol):
     """
     A policy of ours, made without arguments; its fields say what its settings are (`Setting`).
 
-    It may have ``small``, its settings for a model of a few blocks, where the usual ones would save most of them.
+    It may have ``small``, its settings for a model of a few blocks, where the usual settings would save most blocks.
     """
 
     name: str
@@ -140,7 +140,7 @@ def replay_policy(
     Return, for every layer of the base, the position in *history* of the save that it comes from.
 
     *history* is newest first, begins with the base, and is read no further than needed. A save is full if nothing
-    complete precedes it: nothing at all, or only saves from before the optimizer's first update. *recorded* returns
+    complete precedes it: nothing at all, or only saves made before the optimizer's first update. *recorded* returns
     what exactly this policy saved at a position, or None if the policy must be asked.
     """
     if getattr(policy, "by_number", False):
@@ -161,7 +161,7 @@ def _newest_due(
         if position == 0:
             waiting = dict.fromkeys(save.layer_names, 0)
             needs_count = {layer for layer, is_counted in counted.items() if is_counted}
-        # Here it did not exist, or had no update yet: the oldest complete save that was seen has to do.
+        # Here it did not exist, or had no update yet: use the oldest complete save that was seen.
         for layer in [layer for layer in waiting if layer not in counted or counted[layer] < (layer in needs_count)]:
             newest[layer] = waiting.pop(layer)
         for layer in waiting:

@@ -21,7 +21,7 @@ def _fraction(text: str) -> Fraction:
     try:
         return Fraction(text)
     except (ValueError, ZeroDivisionError) as exc:
-        raise InvalidInput(f"filter has no share {text!r}", hint="write it like 1/2 or 0.25") from exc
+        raise InvalidInput(f"invalid filter share {text!r}", hint="write it like 1/2 or 0.25") from exc
 
 
 @named_fields
@@ -59,7 +59,7 @@ class Filter:
         if not 0 < self.share <= 1:
             raise InvalidInput(f"filter cannot save a share of {self.share}", hint="a share is like 1/2: above 0, ≤ 1")
         if self.every < 1:
-            raise InvalidInput(f"filter cannot come at every {self.every}th save", hint="every is 1 or more")
+            raise InvalidInput(f"filter cannot take turns every {self.every} saves", hint="every is 1 or more")
 
     @property
     def parameters(self) -> dict[Tree, Tree]:

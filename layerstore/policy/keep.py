@@ -67,7 +67,7 @@ class Best:
         if match is None:
             raise InvalidInput(
                 f"{text!r} does not name the best commits",
-                hint="METRIC[:N][:min|max], such as eval_loss:3:min; in full where the metric's name has a colon",
+                hint="METRIC[:N][:min|max], such as eval_loss:3:min; give all three if the metric's name has a colon",
             )
         metric, count = match["metric"], int(match["count"] or 1)
         direction = match["direction"] or _direction(metric)
@@ -100,7 +100,7 @@ _LARGE |= {"mrr", "ndcg", "recall", "precision"}
 
 
 def _direction(metric: str) -> Direction | None:
-    """Return how a metric is best, by the last word of its name; None if that says nothing."""
+    """Return whether small or large is best, by the last word of a metric's name; None if it does not say."""
     word = re.split(r"[^a-z0-9]+", metric.lower())[-1]
     words = {word, word.removesuffix("s")} if not word.endswith("ss") else {word}
     if words & _SMALL or word.endswith("loss"):
@@ -142,7 +142,7 @@ class Keep:
     within: str | timedelta | None = None
     """Keep commits no older than this: ``14d``."""
     best: str | Best | None = None
-    """Keep the best by ``METRIC[:N][:min|max]``, by what training measured at their step."""
+    """Keep the best by ``METRIC[:N][:min|max]``, as training measured the metric at their step."""
 
     drop_optimizer_older_than: int | None = None
     """Commits more than this many steps behind their run's newest lose their moments but keep their weights."""
@@ -155,7 +155,7 @@ class Keep:
         }
         for name, value in numbers.items():
             if value is not None and (type(value) is not int or value < 1):
-                raise InvalidInput(f"{name} is {value!r}", hint="a whole number from 1 on")
+                raise InvalidInput(f"{name} is {value!r}", hint="a whole number, 1 or more")
         _ = self.age, self.best_of
 
     @property
@@ -219,5 +219,5 @@ def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best candidates, preferring newer ones on ties; ignores non-finite values."""
     sign = 1 if best.direction == "min" else -1
     valued = [candidate for candidate in candidates if math.isfinite(candidate.metrics.get(best.metric, math.nan))]
-    # Candidates come newest first, and the sort is stable: of equal ones the newer is kept.
+    # Candidates come newest first, and the sort is stable: among equals, the newer is kept.
     return sorted(valued, key=lambda candidate: sign * candidate.metrics[best.metric])[: best.count]

@@ -33,7 +33,7 @@ class Parity:
     """Added to the save's number; set by ``anchored``."""
 
     name = "parity"
-    composed = "half of the layers from REF, the other half from the save before"
+    composed = "half of the layers from REF, the other half from the previous save"
     by_number: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -53,10 +53,10 @@ class Parity:
         return type(self)(fresh=self.fresh, _shift=(number + (fresh == "odd")) % 2)
 
     def due(self, save: Save) -> frozenset[str]:
-        """Return the even blocks and the output side, or the odd ones and the input side, by turns."""
+        """Return the even blocks and the output side, or the odd ones and the input side, in turns."""
         remainder = (save.number + self._shift) % 2
         parts = anatomy(save.layers)
-        if not parts.blocks:  # in a model without numbered ones, layers take turns
+        if not parts.blocks:  # in a model without numbered blocks, layers take turns
             return frozenset(save.layers[remainder::2])
         blocks = {block for block in parts.blocks if (block_index(block) or 0) % 2 == remainder}
         return frozenset(blocks.union(parts.input_side if remainder else parts.output_side))

@@ -23,17 +23,17 @@ OURS: tuple[type[OwnPolicy], ...] = (Latest, Parity, Filter, Drift)
 """Our own policies, in the order of ``--help``."""
 
 PREDICTABLE: tuple[Policy, ...] = tuple(policy() for policy in OURS if not getattr(policy, "measures", False))
-"""Those that need no measurement: over any history, and for a model alone, it is known what they choose."""
+"""Those that need no measurement: their choice is known over any history, or from the model alone."""
 
 SELECTIVE: tuple[Policy, ...] = tuple(policy for policy in PREDICTABLE if policy != Latest())
-"""Of these, those whose composites are not commits: reports and collections consider them without being asked."""
+"""Of these, those whose composites are not just commits: reports and collections consider them by default."""
 
 _BY_NAME: dict[str, type[OwnPolicy]] = {LATEST: Latest, **{policy.name: policy for policy in OURS}}
 
 
 def policy_named(text: str, settings: Mapping[str, object] | None = None) -> Policy:
     """
-    Make the policy *text*, a name or ``name:key=value,…``, ours or an installed one, with more *settings*.
+    Make the policy that *text* names, as ``name`` or ``name:key=value,…``, ours or installed, with more *settings*.
 
     >>> policy_named("filter:every=10,aux=always").parameters["every"]
     10
@@ -59,10 +59,10 @@ def policy_named(text: str, settings: Mapping[str, object] | None = None) -> Pol
 
 def _unknown(name: str) -> InvalidInput:
     if name == EXACT:
-        return InvalidInput("exact is for compose alone, and has no settings", hint="compose --policy exact")
+        return InvalidInput("exact is only for compose, and has no settings", hint="compose --policy exact")
     known = sorted([EXACT, *names()])
     hint = did_you_mean(nearest(name, known), else_=f"policies: {', '.join(known)}")
-    return InvalidInput(f"there is no policy {name!r}", hint=hint)
+    return InvalidInput(f"unknown policy {name!r}", hint=hint)
 
 
 def chosen_policy(given: object) -> Policy:
@@ -91,7 +91,7 @@ def _checked(policy: object) -> Policy:
 
 
 def _read(name: str, make: object, given: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings *given*, of text what its fields make of it; raise InvalidInput if it has no such setting."""
+    """Return the settings *given*, text parsed as the fields say; raise InvalidInput if *make* has no such setting."""
     ours = {own: settings_of(policy) for own, policy in _BY_NAME.items()}
     unknown = sorted(given.keys() - ours[name].keys()) if name in ours else []
     if unknown:
@@ -101,7 +101,7 @@ def _read(name: str, make: object, given: Mapping[str, object]) -> dict[str, obj
             f"policy {name!r} has no setting {unknown[0]!r}",
             hint=did_you_mean(nearest(unknown[0], list(ours[name])), else_=else_),
         )
-    # An installed policy whose fields say nothing gets a value as ours of that name would.
+    # If an installed policy's fields say nothing, a value is parsed like our setting of that name.
     known = {key: setting for settings in (*ours.values(), settings_of(make)) for key, setting in settings.items()}
     return {key: known[key].value(value) if key in known else value for key, value in given.items()}
 

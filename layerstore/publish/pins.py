@@ -26,7 +26,7 @@ def check_pin_free(repo: Repository, name: str, *, run: str, step: int) -> None:
 
 
 def check_pin_means(repo: Repository, name: str, commit: CommitId) -> None:
-    """Raise AlreadyExists if the pin *name* means a commit other than *commit*, which is about to be made."""
+    """Raise AlreadyExists if the pin *name*, which is about to be made for *commit*, already means another one."""
     if name in repo.records.pin_names():
         old = repo.records.read_pin(name)
         if old.base != commit:

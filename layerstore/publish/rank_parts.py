@@ -65,7 +65,7 @@ class JointCommit:
     """Whether the commit is one of ``torch.distributed.checkpoint``."""
     precision: Precision = PRECISIONS["exact"]
     compact: frozenset[str] = frozenset()
-    """The layers to keep in *precision*, if there is an older version to refer to; others of *due* are kept exactly."""
+    """The layers to keep in *precision*, if there is an older version to refer to; the rest is kept exactly."""
     pin: str | None = None
     """The name to pin the commit as."""
 
@@ -89,7 +89,7 @@ def write_share(
     Store a rank's share, leave its part, and return the part.
 
     Frozen weights are read once: *frozen* keeps their objects while the marks stay the same and the store has them.
-    Compact layers refer to their versions in *older*; those without one are kept exactly.
+    Compact layers refer to their versions in *older*; layers without a version there are kept exactly.
 
     Raises:
         Overtaken: An object was removed before the part was there.
@@ -121,7 +121,7 @@ def write_share(
             bytes_reused=tx.objects.bytes_reused,
         )
         tx.leave(part)
-    # Only now, when the part is there: differences must not refer to masters that this transaction may discard.
+    # Only now that the part is there: differences must not refer to masters that this transaction may discard.
     for layer in due:
         masters = tuple(stored for stored in staged[layer.layer] if stored.kind is Kind.MASTER and not stored.is_coded)
         if masters:
@@ -154,11 +154,11 @@ def copy_commit(
     """
     Make *commit* of the node's store *near* visible in *repo*, where all ranks have left their *parts* of it.
 
-    *own* has the ids of this job's commits. Any other of the same attempt, later than the step *after*, is a conflict.
+    *own* has the ids of this job's commits. Any other commit of the same attempt after the step *after* is a conflict.
 
     Raises:
-        InheritedLayerLost: A version that it inherits is gone from *repo*.
-        Overtaken: Something else is gone from there; repeat the call.
+        InheritedLayerLost: A version that *commit* inherits is gone from *repo*.
+        Overtaken: Something else is gone from *repo*; repeat the call.
         Conflict: Another job saves the same attempt.
     """
     with Transaction(repo) as tx:
@@ -241,7 +241,7 @@ class _Sharing:
 
 
 def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
-    """Leave a part that says that this rank failed; does nothing if its share is there, which may have been joined."""
+    """Leave a part that reports this rank's failure; does nothing if its share is there, as it may have been joined."""
     # A draft left behind would keep its objects until the session has been idle for a day.
     repo.parts.withdraw(joint.session, joint.save, joint.share.rank)
     repo.parts.publish(replace(_empty_part(joint), failure=why or "it failed"))
@@ -288,12 +288,12 @@ def join(
     """
     Join *parts* into a commit and publish it; layers that are not due are *inherited*.
 
-    *own* has the ids of all commits that this job has tried to publish; this one's is added.
+    *own* has the ids of all commits that this job has tried to publish; the id of this one is added.
 
     Raises:
         Conflict: Another job saves the same attempt to the same bucket.
         InheritedLayerLost: A layer to be inherited was collected.
-        GivenUp: A layer is neither due nor inherited, because the save before was given up; or a part is gone.
+        GivenUp: A layer is neither due nor inherited, because the save that had it was given up; or a part is gone.
         LayoutMismatch: The ranks have saved different models.
     """
     for part in parts:
@@ -339,8 +339,8 @@ def join(
             losses=losses,
         )
         try:
-            # The parts must be there before the version blobs are linked, and once more after the record, in `commit`:
-            # until then, collections keep what the ranks wrote because of the parts alone.
+            # The parts must be there before the version blobs are linked and, as `commit` checks, after the record is:
+            # until then, only the parts make collections keep what the ranks wrote.
             tx.trust(parts)
             _check_alone(repo, record, own, after=joint.place.after)
             return tx.commit(record, observed=observed).commit
@@ -354,13 +354,13 @@ def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, 
 
     On a disk a lock prevents that. Hosts that save to a bucket do not see each other's locks.
     """
-    own.add(commit_id(record))  # first: if the server's answer is lost, the record may be there all the same
+    own.add(commit_id(record))  # first: the record may be there even if the server's answer is lost
     if repo.remote is None:
         return
     repo.records.refresh(run=record.run)
     view = repo.catalog.find(record.run)
     for row in [] if view is None else view.of_attempt(record.attempt):
-        # Up to *after* it may be an older commit that was brought back.
+        # Up to the step *after*, it may be an older commit that was restored.
         if row.id not in own and (after is None or row.step > after):
             raise Conflict(
                 f"step {record.step} is given up: another job saves attempt {record.attempt} of run {record.run!r} too "
@@ -399,7 +399,7 @@ def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -
 
 
 def _objects(by_rank: Sequence[Iterable[PackedObject]]) -> Iterator[PackedObject]:
-    """Yield every rank's objects of one layer; buffers that are the same on all ranks come once."""
+    """Yield every rank's objects of one layer; buffers that are the same on all ranks are yielded once."""
     buffers = []
     for objects in by_rank:
         for packed in objects:

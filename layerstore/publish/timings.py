@@ -32,7 +32,7 @@ class SaveTiming:
     durable_seconds: float
     """From the call of ``save`` until the rank's share was on disk."""
     visible_seconds: float | None
-    """The same until the commit was visible and durable; None if the save was given up."""
+    """From the call of ``save`` until the commit was visible and durable; None if the save was given up."""
     copied_bytes: int
     """Bytes copied from this rank's memory."""
     written_bytes: int
@@ -46,13 +46,13 @@ class SaveTiming:
     commit: str = ""
     """The commit's id; empty if the save was given up."""
     precision: str = "exact"
-    """The precision that the save was asked for."""
+    """The precision requested for the save."""
 
 
 def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
     """Append *timing* to the file of *session*."""
     folder = repo.layout.stats / timing.run
-    # Nothing is synced: a power cut may take the newest lines, since no answer depends on them.
+    # Nothing is synced: a power cut may lose the newest lines, but no answer depends on them.
     repo.files.make_directory(repo.layout.stats, durable=False)
     repo.files.make_directory(folder, durable=False)
     repo.files.append(folder / f"{session}{_SUFFIX}", json.dumps(asdict(timing)).encode() + b"\n")

@@ -8,8 +8,8 @@ The transaction: records, parts and pins become visible only here.
 
 No lock is taken against collections. A writer touches what it names, links its record, and then looks; a collection
 moves objects aside, and then looks. Whichever comes first, one of them sees the other (docs/internals/durability.md). A
-transaction that finds an object missing undoes its own record and says "repeat the command"; it never repairs anybody
-else's.
+transaction that finds an object missing undoes its own record and says "repeat the command"; it never repairs
+another record.
 """
 
 import time
@@ -37,8 +37,8 @@ class Transaction:
     """
     One record, part or pin on its way into the store, with all that it names.
 
-    As a context manager it removes objects that were staged but never linked. *past_cache* and *reads_reused* are those
-    of `ObjectWriter`.
+    As a context manager it removes objects that were staged but never linked. *past_cache* and *reads_reused* are as
+    in `ObjectWriter`.
     """
 
     def __init__(self, repo: Repository, *, past_cache: bool = False, reads_reused: bool = False) -> None:
@@ -55,14 +55,14 @@ class Transaction:
 
     def inherit(self, entry: LayerEntry) -> None:
         """
-        Name the version of *entry* again, which an earlier commit names.
+        Name the version of *entry*, which an earlier commit already names.
 
         Raises:
             Overtaken: The version is gone, or one of its objects is.
             IntegrityError: The version or one of its objects is damaged.
         """
         try:
-            # One touch if the blob is in its place, since collections keep what a young blob names.
+            # One touch is enough if the blob is in its place: collections keep what a young blob names.
             is_there = self.objects.claim(entry.version) or self._reuse(entry.version)
         except IntegrityError as exc:
             raise IntegrityError(
@@ -89,9 +89,9 @@ class Transaction:
 
     def trust(self, parts: Sequence[Part]) -> None:
         """
-        Name everything that *parts*, the parts of one save, name, without looking at it.
+        Name everything that *parts* (of one save) name, without looking at it.
 
-        Each rank has looked before it left its part, and collections keep what a part names.
+        Each rank looked before it left its part, and collections keep what a part names.
 
         Raises:
             Overtaken: A part is gone.
@@ -138,7 +138,7 @@ class Transaction:
         commit = make_commit(record, observed or self.observed())
         identity = repo.records.link(commit)
         try:
-            # After the link: a collection that marked before it has not seen what the record names.
+            # After the link: a collection that marked before the link has not seen what the record names.
             self._check_all_there(f"{record.run}@{record.step}")
         except LayerstoreError:
             if identity is not None:  # else the same record was there before, and others may count on it
@@ -158,14 +158,14 @@ class Transaction:
         Raises as `commit` does, or StorageIO if a collection has removed the draft.
         """
         self.objects.publish()
-        # A draft, so that collections see what it names before this rank looks. The rename then says to the rank that
-        # commits: everything was there when collections already kept it.
+        # A draft, so that collections see what it names before this rank looks. The rename then tells the rank that
+        # commits that everything was still there after collections had begun to keep it.
         self._repo.parts.draft(part)
         try:
             self._check_all_there(f"the share of rank {part.rank}")
             self._repo.parts.confirm(part)
         except LayerstoreError:
-            # Only a draft goes: a part may have been joined by now.
+            # Only a draft is withdrawn: a part may already have been joined.
             self._repo.parts.withdraw(part.session, part.save, part.rank)
             raise
 

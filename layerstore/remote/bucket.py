@@ -50,13 +50,13 @@ Chunks = Callable[[], Iterable[bytes | memoryview]]
 OBJECT_FOLDERS = tuple(f"objects/{prefix:02x}" for prefix in range(256))
 """The folders that hold objects."""
 COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
-"""Each collection of the last day leaves a mark here."""
+"""Every collection leaves a mark here for a day."""
 LISTED_AT_ONCE = 1000
 """How many names a server lists per request."""
 _QUICK_SECONDS = REMOTE_UPLOAD_SECONDS / 16
 """
-If several small parts took less than this, two large parts, eight times as much, fit into the timeout of a request. On
-a slow line parts stay small.
+If an object of several small parts took less than this, two large parts, with eight times the bytes, fit into the
+timeout of a request. On a slow line, parts stay small.
 """
 _REMOVED_AT_ONCE = 200
 _RANDOM = random.SystemRandom()
@@ -118,11 +118,11 @@ class Bucket:
 
     def __init__(self, url: str, *, may_make: bool = False, on_made: Callable[[str], None] = lambda _: None) -> None:
         """
-        Name the bucket; no request is sent yet. Once it is made a store, *on_made* gets its URL.
+        Name the bucket; no request is sent yet. When it becomes a store, *on_made* is called with its URL.
 
         Raises:
             InvalidInput: *url* is not a bucket URL.
-            NoStore: It is a folder that does not exist, unless it *may be made*.
+            NoStore: It is a folder that does not exist, and *may_make* is not set.
         """
         self.url = checked_url(url)
         self.on_made = on_made
@@ -131,7 +131,7 @@ class Bucket:
         self._retries = True
         self._report: Callable[[str], None] | None = None
         self._warned_until = 0.0
-        """Until then no further warning: many requests fail at once for the same reason."""
+        """No further warning until then: many requests fail at once for the same reason."""
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
@@ -180,7 +180,7 @@ class Bucket:
             yield piece
 
     def _next_piece(self, name: str, download: _Download) -> memoryview:
-        """Return the next bytes of *name*, empty if the object is shorter; an answer may also end early by accident."""
+        """Return the next bytes of *name*, empty if the object is shorter; raises if only the answer ended early."""
         piece = download.next_piece()
         if not piece and (self.size(name) or 0) >= download.end:
             raise ConnectionError("the answer ends early")
@@ -379,7 +379,7 @@ class Bucket:
         if _FULL.search(text):
             return StorageIO(f"{self.url}: cannot {doing}: no room is left", errno=errnos.EDQUOT, filename=self.url)
         if not kind.endswith("Error") or isinstance(exc, (TypeError, ValueError, AttributeError, MemoryError)):
-            return exc  # a bug of ours, or no room for a thread
+            return exc  # a bug of ours, or no memory for a thread
         return None if kind in _PASSING else self._unavailable(doing, exc)
 
     def _unavailable(self, doing: str, exc: Exception) -> StorageIO:

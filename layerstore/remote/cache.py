@@ -60,7 +60,7 @@ def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
     Files of killed downloads are removed after a day.
     """
     evictable = []
-    for mirror in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # mirrors have such names
+    for mirror in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # mirrors are named like objects
         layout = layout_at(folder / mirror)
         for path in (layout.tmp / file_name for file_name in files.names_in_folder(layout.tmp)):
             state = files.look(path)

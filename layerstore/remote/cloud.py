@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 _PARTS_AT_ONCE = 2
-"""Parts of one object that are uploaded at once, while another is filled."""
+"""How many parts of one object are uploaded at once, while another part is filled."""
 
 _memories: dict[str, "Client"] = {}
 """One client per ``memory://`` URL, so that all buckets of this process with the same URL see the same bytes."""
@@ -76,11 +76,11 @@ class Cloud:
         )
 
     def use_large_parts(self, are_large: bool) -> None:
-        """From now on upload in parts as large as memory allows, or in the smallest."""
+        """From now on, upload in parts as large as memory allows or, unless they *are_large*, in the smallest."""
         self.part_bytes = self._part_bytes_max if are_large else REMOTE_PART_BYTES_LEAST
 
     def create(self, name: str, data: bytes) -> None:
-        """Write *data* as *name* unless it exists, if the server supports that."""
+        """Write *data* as *name* unless it exists; servers that do not support conditions overwrite it."""
         errors = self._obstore.exceptions
         try:
             self._obstore.put(self._writer, name, data, mode="create")
@@ -110,7 +110,7 @@ def _imported() -> Any:
 
 
 def _clients_of(url: str) -> "tuple[Client, Client]":
-    """Return the clients for reading and for writing; the writer's may be silent for as long as an upload takes."""
+    """Return the clients for reading and for writing; the writer tolerates silence for as long as an upload takes."""
     from obstore.store import MemoryStore
 
     scheme = urlsplit(url).scheme
@@ -119,7 +119,7 @@ def _clients_of(url: str) -> "tuple[Client, Client]":
             memory = _memories.setdefault(url, MemoryStore())
         return memory, memory
     options = s3_options() if scheme == "s3" else {}
-    # Downloads may take long; one that is cut after a day resumes.
+    # Downloads may take long; one that is cut off after a day resumes.
     reader = _client(url, options, {"read_timeout": f"{REMOTE_SILENCE_SECONDS}s", "timeout": "1d"})
     return reader, _client(url, options, {"timeout": f"{REMOTE_UPLOAD_SECONDS}s"})
 

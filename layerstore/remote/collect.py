@@ -52,14 +52,14 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
     Raises:
         IntegrityError: A record, pin or blob cannot be read, so it is unknown what it needs.
         Conflict: More would be removed than was confirmed; nothing was removed.
-        Unsupported: *request* drops moments, or trash that is younger than the grace.
-        InvalidInput: The grace is neither zero nor the day that pushes rely on.
+        Unsupported: *request* drops moments, or sets an age limit for trash.
+        InvalidInput: The grace is not zero, but shorter than the day that pushes rely on.
     """
     if request.keep.drop_optimizer_older_than is not None:
         raise Unsupported("a remote's commits keep their moments", hint="trim them in a store, and push that")
     if request.trash_seconds is not None:
         raise Unsupported(
-            "a remote's trash goes by its age alone: a push may count on it",
+            "a remote's trash expires by age alone: a push may rely on it",
             hint="--grace 0s removes everything that is not needed; only while nobody pushes or saves",
         )
     if request.grace_seconds and request.grace_seconds < REMOTE_GRACE_SECONDS:
@@ -68,7 +68,7 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
             hint="--grace 0s while nobody pushes or saves; else 24h or more",
         )
     remote.bucket.check_links()
-    watch = _Watch()  # before the mark: it must expire before pushes ignore the mark as old
+    watch = _Watch()  # before the mark: the watch must expire before pushes ignore the mark as old
     with contextlib.nullcontext(time.time_ns()) if dry_run else _at_work(remote.bucket) as now_ns:
         return _collected(remote, request, now_ns, watch, dry_run=dry_run, progress=progress)
 
@@ -80,7 +80,7 @@ def _at_work(bucket: Bucket) -> Iterator[int]:
     try:
         yield bucket.mark(f"{COLLECTIONS_AT_WORK}/{name}")
     finally:
-        # The second mark before the first goes: at every moment, a push that looks for marks finds one of them.
+        # The second mark is written before the first is removed: a push that looks for marks always finds one of them.
         bucket.mark(f"{COLLECTIONS_ENDED}/{name}")
         bucket.remove([f"{COLLECTIONS_AT_WORK}/{name}"])
 
@@ -99,7 +99,7 @@ def _collected(
         fates = [fate for _, fates_of_run in runs for fate in fates_of_run]
         notes = notes_of(repo, runs)
         hidden = [view.rows[commit].name for view, _ in runs for commit in view.hidden if commit in view.rows]
-        moved = [*hidden, *(fate.name for fate in fates if fate.goes)]  # hidden ones before the one that hides them
+        moved = [*hidden, *(fate.name for fate in fates if fate.goes)]  # hidden commits before the one hiding them
         if remote.stranger_names:
             raise stranger(remote.stranger_names[0], remote=remote.url)
         needs = _named(remote, progress, without=set(moved))
@@ -163,7 +163,7 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
     Return what the listed records, except *without*, and the listed pins need.
 
     Raises:
-        IntegrityError: One cannot be read, or has another name, so it is unknown what it needs.
+        IntegrityError: A record or pin cannot be read, or has another name, so it is unknown what it needs.
     """
     repo, layout = remote.repo, remote.repo.layout
     records = {record for name in remote.listed if (record := repo.records.name_at(layout.root / name)) is not None}
@@ -193,7 +193,7 @@ def _read(remote: Remote, name: RecordName) -> Commit | None:
         return records.read(name)
     except IntegrityError:
         if remote.repo.files.exists(path):
-            raise  # damaged in the bucket, too; a copy that another process pruned is read from there
+            raise  # damaged in the bucket, too; if another process pruned the copy, read the bucket
     data = remote.bucket.read(layout.name(path), size_bytes_max=RECORD_BYTES_MAX)
     return None if data is None else records.decode(data, name)
 
@@ -203,7 +203,7 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
     Return the names of expired trash, and what the rest of the trash needs besides *needs*.
 
     Raises:
-        IntegrityError: Something in it is not a record by its name, so it is unknown what it needs.
+        IntegrityError: Something in the trash is not a record by its name, so it is unknown what it needs.
     """
     held, old = Needs(remote.repo, besides=needs), []
     for entry in remote.bucket.listed("trash"):
@@ -233,7 +233,7 @@ def _trashed(remote: Remote, name: str) -> CommitRecord | None:
             return None
         return remote.repo.records.decode(data, record_name).record
     except IntegrityError:
-        if stated_store(data or b"") == remote.repo.identity.store_id:  # whole: its run was renamed
+        if stated_store(data or b"") == remote.repo.identity.store_id:  # intact: its run was renamed
             raise stranger(name, remote=remote.url) from None
         return None
 
@@ -263,7 +263,7 @@ def _swept(
 
     A push may rewrite an old object at any time. If a collection is running, the push checks two moments later that the
     object is still there. So an object is removed only within a moment of the listing; if this process was suspended
-    meanwhile, it lists again.
+    in between, it lists again.
     """
     for _ in range(_LISTINGS_MAX):
         listed_at = hours_on()

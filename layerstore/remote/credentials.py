@@ -49,7 +49,7 @@ def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     for origin, endpoint in {"the profile's endpoint_url": options.get("endpoint", "http://"), **endpoints}.items():
         if not endpoint.startswith(("http://", "https://")):
             raise InvalidInput(f"{origin} is not a URL: it does not begin with https:// or http://")
-    # As in the AWS tools, keys in the environment replace the profile's, never a part of them.
+    # As in the AWS tools, keys in the environment replace all of the profile's keys, never just some.
     if "AWS_ACCESS_KEY_ID" in environment:
         return options
     options |= {argument: settings[key] for key, argument in _KEYS.items() if key in settings}

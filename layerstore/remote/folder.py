@@ -19,7 +19,7 @@ from layerstore.layout import IDENTITY
 from layerstore.limits import IO_CHUNK_BYTES
 
 _UNFINISHED = "gc/unfinished"
-"""Files that killed writers leave here are removed by a collection of the remote, with its other old marks."""
+"""A collection of the remote removes the files that killed writers leave here, along with its own old marks."""
 
 _TOP = ("objects", "commits", "pins", "parts", "trash", "gc")
 
@@ -46,7 +46,7 @@ class Folder:
 
         Raises:
             NoStore: It does not exist, and may not be made.
-            AlreadyExists: It would be made of a folder that holds something else.
+            AlreadyExists: It may be made, but it holds other things and no store.
             IntegrityError: One of its folders is a link.
         """
         self._files = Files()
@@ -57,7 +57,7 @@ class Folder:
         elif not path.is_dir():
             raise NoStore(
                 f"there is no folder {path}",
-                hint="check its name; layerstore init URL makes one, or a push from a store",
+                hint="check its name; layerstore init URL or a push from a store makes one",
                 can_be_made=True,
             )
         self._root = path.resolve()
@@ -74,7 +74,7 @@ class Folder:
             )
 
     def get(self, name: str, stretch: tuple[int, int] | None = None) -> tuple[int, Iterator[bytes]]:
-        """Return the size of *name*, and its bytes or a *stretch* of them; ends early if it is shorter."""
+        """Return the size of *name*, and its bytes or a *stretch* of them, at most up to its end."""
         with self._bucket_errors():
             path = self._path(name)
             state = self._files.state(path)
@@ -139,18 +139,18 @@ class Folder:
 
     @contextmanager
     def _written(self, name: str, body: bytes | bytearray | Iterable[bytes | bytearray]) -> Iterator[tuple[Path, Path]]:
-        """Yield a synced file with *body*, and the path of *name*, which is durable afterwards."""
+        """Yield a synced file with *body*, and the path of *name*; after the block, the new name is durable."""
         path, source = self._path(name), self._path(f"{_UNFINISHED}/{secrets.token_hex(16)}")
         for folder in (source.parent, path.parent):
             self._make(folder)
         self._files.state(path)  # raises if it is a link
         try:
-            # Written and synced under another name, so that readers see the old content or all of the new one.
+            # Written and synced under another name, so that readers see either the old content or all of the new.
             self._write(source, [body] if isinstance(body, bytes | bytearray) else body)
             yield source, path
         finally:
             self._files.discard(source)
-        # The new name is durable only after this; a push reports a commit as sent once it returns.
+        # The new name is durable only after this, and a push may then report its commit as sent.
         self._files.sync_directory(path.parent)
 
     def _write(self, path: Path, pieces: Iterable[bytes | bytearray]) -> None:
@@ -203,7 +203,7 @@ class Folder:
         try:
             yield
         except StorageIO as exc:
-            is_ours = Path(exc.filename).is_relative_to(self._root)  # else the source of a write cannot be read
+            is_ours = Path(exc.filename).is_relative_to(self._root)  # else a write's source cannot be read
             if not is_ours or exc.exit_code != StorageIO.exit_code:  # no permission, or a full disk: no retry helps
                 raise
             if exc.errno == errnos.ENOENT:

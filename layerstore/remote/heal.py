@@ -30,7 +30,7 @@ def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Ver
 
 def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[Fetched, ...]:
     """
-    Restore a missing or damaged ``store.json`` in *bucket*, if *repo* has all commits there.
+    Restore a missing or damaged ``store.json`` in *bucket*, if *repo* has all commits of *bucket*.
 
     Flags that can still be read in it are kept, because an older layerstore must not write there.
 
@@ -70,7 +70,7 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
     for _ in range(_LOOKS_MAX):
         verdict = verify_remote(remote, read_data=read_data, progress=progress)
         new = replace(verdict, damaged=tuple(damage for damage in verdict.damaged if damage.path not in before))
-        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # not what was sent before without effect
+        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # skips what was sent to no effect
         paths = {fetched.path for fetched in sent}
         left = [damage for damage in verdict.damaged if damage.path not in paths]
         done = replace(

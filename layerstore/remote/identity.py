@@ -2,8 +2,8 @@
 Which store a bucket belongs to, and which of its records are complete.
 
 A bucket becomes a remote of a store when the first push writes that store's ``store.json`` there. A record in a bucket
-promises that everything it names is there, too. But a bucket may lose objects (to a lifecycle rule, say), so before
-bytes are removed here, or a commit is reported as pushed, the objects themselves are looked at.
+promises that everything it names is there, too. But a bucket may lose objects (to a lifecycle rule, say), so the
+objects themselves are looked up before bytes are removed here or a commit is reported as pushed.
 """
 
 import time
@@ -28,7 +28,7 @@ from layerstore.threads import Threads
 
 def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
     """
-    Make *bucket* a remote of the store *identity* unless it is one; return whether it was made one now.
+    Make *bucket* a remote of the store *identity* if it is not yet one; return whether this call did so.
 
     Raises:
         Conflict: It belongs to another store.
@@ -41,10 +41,10 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
             if bucket.listed(folder):
                 raise IntegrityError(
                     f"{bucket.url} holds {folder}, but its store.json is missing; nothing was sent",
-                    hint=f"layerstore repair --remote {typed(bucket.url)} puts it back, if that is this store's; "
-                    "else name another prefix",
+                    hint=f"layerstore repair --remote {typed(bucket.url)} puts it back if the bucket is this "
+                    "store's; otherwise, name another prefix",
                 )
-        # Read back: two stores may push to an empty prefix at once, and not every server makes only one of them win.
+        # Read back: two stores may push to an empty prefix at once, and some servers accept both writes.
         bucket.create(IDENTITY, identity.encode())
         actual = identity_of(bucket) or identity
     check_own(bucket, actual, expected=identity)
@@ -55,7 +55,7 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
 
 def make_there(bucket: Bucket) -> None:
     """
-    Make *bucket* a store of its own.
+    Make *bucket* a new store, with an identity of its own.
 
     Raises:
         AlreadyExists: It holds a store.
@@ -75,7 +75,7 @@ def identity_of(bucket: Bucket) -> StoreIdentity | None:
         return None if data is None else StoreIdentity.decode(data, what=f"{bucket.url}/{IDENTITY}")
     except IntegrityError as exc:
         if "path" not in exc.facts:  # else it is a link, with a hint of its own
-            exc.hint = f"layerstore repair --remote {typed(bucket.url)}, in a store that has it all, puts it back"
+            exc.hint = f"layerstore repair --remote {typed(bucket.url)}, run in a store with all of it, puts it back"
         raise
 
 
@@ -93,16 +93,16 @@ def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
 
 class Inventory:
     """
-    Which of the objects that records of *repo* name a bucket has.
+    Which objects a bucket has, among those that records of *repo* name.
 
-    They are looked up one by one or all listed, whichever takes fewer requests; with *lists*, they are listed at once.
+    They are looked up one by one or all listed, whichever takes fewer requests; with *lists*, all are listed now.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket, *, lists: bool) -> None:
         self._repo = repo
         self._bucket = bucket
         self._entries: dict[str, Listed | None] = {}
-        """By name; None for objects that were looked up and are not there. A listing has only those that are there."""
+        """By name; None for objects that were looked up and are not there. A listing has only those there."""
         self._looked_up = 0
         self.is_listed = False
         self.nothing_is_lost = False
@@ -130,10 +130,10 @@ class Inventory:
 
     def look_for_new(self, refs: Sequence[BlobRef]) -> None:
         """
-        Do that for *refs* that a push is about to send, in its order: if the first ones are missing, all are.
+        Look for *refs*, which a push is about to send in this order: if the first are missing, assume that all are.
 
-        A push that was killed has sent some of the first, since all pushes send in the same order. If that is wrong,
-        objects are sent again, and nothing else happens.
+        All pushes send in the same order, so a killed push has sent some of the first. If the assumption is wrong,
+        objects are merely sent again.
         """
         new = [ref for ref, name in zip(refs, self._names(refs), strict=True) if name not in self._entries]
         first, others = new[:REMOTE_REQUESTS_MAX], new[REMOTE_REQUESTS_MAX:]
@@ -195,8 +195,8 @@ class SecondCopies:
     """
     The commits of *repo* that its remote *bucket* has with everything that they name, in full size.
 
-    Objects are looked up when a commit is asked for whose record is there. A commit does not count if the bucket has
-    another one that replaces it, without moments for example: the bucket's next collection removes the one replaced.
+    Objects are looked up only when a caller asks for a commit whose record is there. A commit that another one in the
+    bucket replaces (without moments, for example) does not count: the bucket's next collection removes it.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket) -> None:
@@ -241,7 +241,7 @@ class SecondCopies:
         return False
 
     def _supersedes(self, name: RecordName) -> Iterator[Collection[CommitId]]:
-        """Yield what the records supersede that the bucket has at the step of *name*, and this store does not."""
+        """Yield, for each record at the step of *name* that the bucket has and this store lacks, what it supersedes."""
         layout, records = self._repo.layout, self._repo.records
         for other in self._unknown.get((name.run, name.step), ()):
             with suppress(IntegrityError):  # damaged, so it replaces nothing
@@ -257,7 +257,7 @@ _CLOCK_NS = 2 * 10**9
 
 def collected_since(bucket: Bucket, listed_ns: int) -> bool:
     """Whether a collection may have run in *bucket* since *listed_ns*, by the server's clock."""
-    # A collection stops by itself after half a grace, so an older mark is that of a killed one.
+    # A collection stops by itself after half a grace, so an older mark was left by a killed one.
     old_before_ns = listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
     # In this order: a collection that ends between the two listings is in the second one.
     at_work, ended = map(bucket.listed, (COLLECTIONS_AT_WORK, COLLECTIONS_ENDED))
@@ -268,10 +268,10 @@ def collected_since(bucket: Bucket, listed_ns: int) -> bool:
 
 def kept_there(repo: Repository, bucket: Bucket) -> Container[object]:
     """
-    Return the commits of *repo* that may be removed here, since its remote *bucket* has them whole.
+    Return the commits of *repo* that may be removed here, since its remote *bucket* has everything they name.
 
     Raises:
-        Conflict: It belongs to another store.
+        Conflict: *bucket* belongs to another store.
     """
     actual = identity_of(bucket)
     if actual is None:

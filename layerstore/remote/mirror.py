@@ -49,11 +49,11 @@ class Remote:
             if bucket.listed("commits"):
                 raise IntegrityError(
                     f"{bucket.url} holds commits, but its store.json is missing",
-                    hint=f"layerstore repair --remote {typed(bucket.url)}, in a store that has it all, puts it back",
+                    hint=f"layerstore repair --remote {typed(bucket.url)}, run in a store with all of it, puts it back",
                 )
             raise NoStore(
                 f"there is no store at {bucket.url}",
-                hint=f"layerstore init {typed(bucket.url)} makes one, or a push from a store",
+                hint=f"layerstore init {typed(bucket.url)} or a push from a store makes one",
                 can_be_made=True,
             )
         self.bucket = bucket
@@ -89,7 +89,7 @@ class Remote:
 
     @property
     def stranger_names(self) -> list[str]:
-        """The names among records and pins, at the last refresh, that are neither."""
+        """The names found among records and pins at the last refresh that belong to neither."""
         return self._records.stranger_names
 
     def checked(self, ref: BlobRef) -> Iterator[memoryview]:
@@ -102,7 +102,7 @@ class Remote:
 
 
 def _make_mirror(layout: Layout, files: Files, identity: StoreIdentity) -> None:
-    """Make the mirror, or those parts of it that a cleaner has removed, since cleaners go by the age of each file."""
+    """Make the mirror, or the parts of it that a cleaner has removed: cleaners remove single files by age."""
     try:
         files.make_directories(layout.root)
         for folder in layout.folders:
@@ -113,7 +113,7 @@ def _make_mirror(layout: Layout, files: Files, identity: StoreIdentity) -> None:
         else:
             with files.temporary(layout.tmp, data) as source:
                 files.rename(source, layout.identity)
-    except (StorageIO, IntegrityError) as exc:  # the latter where something else has the folder's name
+    except (StorageIO, IntegrityError) as exc:  # the latter if something else has the folder's name
         errno, path = (exc.errno, exc.filename) if isinstance(exc, StorageIO) else (errnos.ENOTDIR, str(layout.root))
         raise StorageIO(
             f"the cache of remotes cannot be written to: {exc}",
@@ -130,18 +130,18 @@ def _write(layout: Layout, files: Files, path: Path, data: bytes, *, modified_ns
 
 
 def is_stranger(entry: Listed) -> bool:
-    """Whether *entry*, which lies among records and pins or in the trash, is neither by its name."""
+    """Whether *entry*, found among records and pins or in the trash, has the name of neither."""
     name = entry.name.removeprefix("trash/")
     return not _is_ours(name) and not _is_folder(name, entry.size_bytes)
 
 
 def _is_folder(name: str, size_bytes: int) -> bool:
-    """Whether *name* is the empty object with which consoles and mounts stand in for a folder."""
+    """Whether *name* is the empty object by which consoles and mounts represent a folder."""
     return not size_bytes and (name in {"commits", "pins"} or is_name(name.removeprefix("commits/")))
 
 
 def _is_ours(name: str) -> bool:
-    """Whether *name* is that of a record or a pin; anything else in the bucket is left alone."""
+    """Whether *name* names a record or a pin; anything else in the bucket is left alone."""
     folder, *names = name.split("/")
     if folder == "pins":
         return len(names) == 1 and is_name(names[0])
@@ -155,7 +155,7 @@ class MirroredRecords(RecordStore):
         super().__init__(layout, files, store_id=store_id)
         self._bucket = bucket
         self.stranger_names: list[str] = []
-        """Names found among them in the bucket, at the last refresh, that are neither."""
+        """Names found among them in the bucket at the last refresh that belong to neither."""
 
     def refresh(self, *, run: str | None = None, anew: bool = False) -> frozenset[str]:
         """
@@ -178,7 +178,7 @@ class MirroredRecords(RecordStore):
         # The mirror shows what the bucket has, so records that were dropped or collected there go here, too.
         for name in here.keys() - listed.keys():
             files.discard(here[name])
-        # A pin may mean something else by now; a record never changes.
+        # A pin may mean something else now; a record never changes.
         is_pin = f"{layout.pins.name}/"
         missing = [entry for name, entry in listed.items() if anew or name not in here or name.startswith(is_pin)]
         gone: list[str] = []
@@ -202,7 +202,7 @@ class MirroredRecords(RecordStore):
         return True
 
     def strangers(self) -> Iterator[Path]:
-        """Yield everything in the bucket and its trash that is not a record or pin, as the path that it would have."""
+        """Yield everything among the bucket's records, pins and trash that is none of these, as its mirror path."""
         in_trash = (entry.name for entry in self._bucket.listed("trash/commits") if is_stranger(entry))
         yield from (self._layout.root / name for name in (*self.stranger_names, *in_trash))
 
@@ -269,7 +269,7 @@ class MirroredRecords(RecordStore):
         self.check_store()
         path = self._layout.pin(pin.name)
         name = self._layout.name(path)
-        # Two writers that make one pin at the same moment may both see none; then the later one stays.
+        # Two writers that make one pin at the same moment may both find none; then the later write wins.
         if self._bucket.size(name) is not None:
             raise AlreadyExists(
                 f"somebody else has just made the pin {pin.name!r}; nothing was changed",
@@ -359,7 +359,7 @@ class MirroredObjects(FetchedObjects):
     def _verify_or_fetch(self, ref: BlobRef) -> None:
         home = self._layout.object(ref.id)
         if not self.is_sound(home, ref):
-            # One process downloads it, and the others wait; without flock each downloads its own, which costs time.
+            # One process downloads it, and the others wait; without flock each downloads a copy, which only costs time.
             with alone(self._layout.locks / f"fetch-{ref.id}"):
                 if not self.is_sound(home, ref):
                     self._download(ref)
@@ -390,7 +390,7 @@ def reread(repo: Repository) -> None:
 
 
 class BucketTrash(Trash):
-    """The trash of a bucket, which keeps records that were dropped, replaced or collected for a day."""
+    """The trash of a bucket, which keeps dropped, replaced and collected records for a day."""
 
     def __init__(self, reliance: Reliance, layout: Layout, files: Files, records: RecordStore) -> None:
         super().__init__(layout, files, records)
@@ -439,7 +439,7 @@ class BucketTrash(Trash):
         Keep what *commit* needs while the block makes its record visible; then remove the record from the trash.
 
         The record is first written to the trash again: every collection that begins after that keeps what it needs for
-        another day. One that had begun before may have found it too old.
+        another day. A collection that had already begun may have found it too old.
         """
         name = self._records.name_of(commit)
         data = self._records.encode(commit)
@@ -455,7 +455,7 @@ class BucketTrash(Trash):
         self._reliance.note_named(commit.record.blobs)
         yield
         # A collection that has begun since may have listed the records before this one was there. It lists the trash
-        # after that, so the record has to stay in the trash as well.
+        # after that, so the record must stay in the trash as well.
         if not collected_since(self._bucket, renewed_ns):
             self._bucket.remove([self._name_in_trash(name)])
 

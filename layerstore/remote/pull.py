@@ -129,12 +129,12 @@ def pull(
 
 def send_to_folder(repo: Repository, path: Path, *, run: str, is_whole: bool = True) -> None:
     """
-    Copy the commits of *run* that are newer than all those in the store at *path*.
+    Copy the commits of *run* that are newer than all those that the store at *path* has.
 
-    If that has none yet, copy all of them or, unless *is_whole*, only the newest.
+    If it has none yet, copy all of them or, unless *is_whole*, only the newest.
 
     Raises:
-        Conflict: There is another store.
+        Conflict: *path* holds another store.
         IntegrityError: A commit is damaged here; the others were copied.
     """
     target = open_repository(path, Files())
@@ -208,8 +208,8 @@ def clone(
             )
         if was_partial and not is_partial:
             raise AlreadyExists(
-                f"{path} is a clone without all tensors; nothing was changed",
-                hint="choose another path for a whole one, or add --records",
+                f"{path} is a partial clone; nothing was changed",
+                hint="choose another path for a full clone, or add --records",
             )
         Remotes(repo).add("origin", remote.url)
         if is_partial:
@@ -313,7 +313,7 @@ class _Pull:
         blobs = [blob for blob in record.blobs if not objects.claim(blob)]
         with self._remote.repo.objects.expected(blobs) as theirs:
             source = replace(self._remote.repo, objects=theirs)
-            # A partial clone gets the blobs alone: its source has the objects that they name.
+            # A partial clone gets only the blobs: its source has the objects that they name.
             described = [] if self._is_partial else blobs
             named = dict.fromkeys(ref for blob in described for ref in named_by(source, blob))
             self._fetch_tensors(pool, objects, record, [ref for ref in named if not objects.reuse(ref)])
@@ -410,12 +410,12 @@ def _source(repo: Repository, url: str) -> Source:
 
 def take_over(remote: Remote, path: Path, *, run: str, is_whole: bool = True) -> None:
     """
-    Pull *run* from *remote* into the store at *path*, which is made if needed; tensors are fetched when needed.
+    Pull *run* from *remote* into the store at *path*, which is made if missing; tensors are fetched when needed.
 
     Unless *is_whole*, pull only commits newer than those that are there or, if there are none, the newest.
 
     Raises:
-        Conflict: It is another store.
+        Conflict: *path* holds another store.
         AlreadyExists: *path* holds something else.
     """
     make_partial(path, remote.repo.identity, remote.url)
@@ -436,7 +436,7 @@ def make_partial(path: Path, identity: StoreIdentity, url: str) -> None:
     Make the store at *path*, new or existing, a partial clone of the remote at *url*, which holds the store *identity*.
 
     Raises:
-        Conflict: It is another store.
+        Conflict: *path* holds another store.
         AlreadyExists: *path* holds something else.
     """
     files = Files()

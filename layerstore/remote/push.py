@@ -1,5 +1,5 @@
 """
-Push: send everything that a bucket lacks: objects first, then version and state blobs, then records, pins last.
+Push everything that a bucket lacks: objects first, then version and state blobs, then records, pins last.
 
 So if the bucket has a record, it has everything that the record names, however often a push is killed and no matter who
 else pushes. Nothing depends on conditional writes: objects are named by their content, and records never change.
@@ -45,7 +45,7 @@ class Pushed:
 
     url: str
     commits: tuple[str, ...]
-    """References of the commits that the remote did not have, or had lost something of."""
+    """References of the commits that the remote lacked, in whole or in part."""
     pins: tuple[str, ...]
     objects: int
     bytes_sent: int
@@ -62,11 +62,11 @@ def push(
     progress: Progress,
 ) -> Pushed:
     """
-    Send everything that *bucket* lacks of *refs*, or else of every visible commit and pin of *runs*, or of all runs.
+    Send everything that *bucket* lacks of *refs* or, if None, of every visible commit and pin of *runs* or of all runs.
 
     Once a commit is reported as sent, the remote has all of it. After a kill, a repeated push sends only the rest.
     If commits or pins are there already, the objects are listed and their sizes compared: those that the remote has
-    lost are sent again. Unless it *compares*, such commits count as whole, and only new ones cost requests.
+    lost are sent again. Unless *compares* is set, such commits count as whole, and only new ones cost requests.
     A pin that means something else there stays as it is, unless *moves_pins* is set.
 
     Raises:
@@ -109,7 +109,7 @@ def follow(
         except StorageIO as exc:
             if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
                 raise
-            # A new one, which lists again: we do not know what arrived.
+            # A new push, which lists again: we do not know what arrived.
             pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
             warnings.warn(f"{exc}; trying again in {FOLLOW_SECONDS:.0f} s", RemoteNotice, stacklevel=2)
         else:
@@ -129,7 +129,7 @@ Failures = dict[str, LayerstoreError]
 
 
 def raise_failures(failures: Failures, what: str) -> None:
-    """Raise the first of *failures*, with the names of all in its message as "not *what*", such as "not sent"."""
+    """Raise the first of *failures*; its message lists the names of all as not *what*, such as "not sent"."""
     problem = _problem_of(failures, what)
     if problem is not None:
         raise problem
@@ -173,8 +173,8 @@ class _Push:
     One push.
 
     An object in the bucket is safe if one of our records there names it. A collection may remove any other one that is
-    old. So we send such an object again once it is half as old, list again before the listing is half a day old, and,
-    if a collection is running, check our objects after it has removed everything that it had listed.
+    a day old. So we send such an object again once it is half a day old, and list again before a listing is so
+    old. If a collection is running, we check our objects after it has removed everything that it had listed.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket, progress: Progress, *, moves_pins: bool) -> None:
@@ -185,7 +185,7 @@ class _Push:
         self._own: set[RecordName] = set()
         """The records that this push sends."""
         self._common: list[CommitRecord] = []
-        """The records that the bucket has, together with all that they name."""
+        """The records that the bucket had at the last listing, except our own; they vouch for what they name."""
         self._common_blobs: set[ObjectId] = set()
         self._named: Needs | None = None
         self._inventory = Inventory(repo, bucket, lists=False)
@@ -207,11 +207,11 @@ class _Push:
         """
         Send the records *names* and *pins* with everything that they name.
 
-        `failures` is then *failures* and those of this run. *made* means that this push made the bucket a remote, as
-        another store may have done at that moment. If it *compares*, the first run checks the commits that are there.
+        Afterwards, `failures` holds *failures* and those of this run. *made* means that this push made the bucket a
+        remote, as another store may have done at the same time. If *compares*, the first run checks commits there.
         """
         self.failures, self._made = dict(failures), made
-        # Read before anything is sent, so that notes which another push makes meanwhile stay.
+        # Read before anything is sent, to keep any notes that another push makes in the meantime.
         before = pushed_to(self._repo).get(self._bucket.url, frozenset())
         layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
         new = [name for name in names if name not in there]
@@ -264,7 +264,7 @@ class _Push:
     def _incomplete(
         self, names: Iterable[RecordName], *, new: Iterable[CommitRecord]
     ) -> dict[RecordName, CommitRecord]:
-        """Return those of *names*, records in the bucket, that lack an object there; *new* ones are not there yet."""
+        """Return those of *names* (records in the bucket) that lack an object there; *new* ones are not there yet."""
         incomplete, needs = {}, Needs(self._repo)
         for record in new:
             needs.add_readable(record)
@@ -279,7 +279,7 @@ class _Push:
         return incomplete
 
     def _is_settled(self, pin: Pin, *, is_first: bool) -> bool:
-        """Whether nothing of *pin* is to be sent; the first time, also look for the objects that it needs."""
+        """Whether *pin* needs no sending; the first time, also look for the objects that it needs."""
         try:
             return self._has_pin(pin) and (not is_first or self._inventory.has_all_of(pin.record))
         except (AlreadyExists, IntegrityError) as exc:
@@ -317,7 +317,7 @@ class _Push:
         self._list_again_at = hours_on() + REMOTE_GRACE_SECONDS / 2
         self._listed_ns = self._bucket.now_ns()
         self._old_before_ns = self._listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
-        # Our own records do not vouch for objects: we may have sent one while a collection removed what it names.
+        # Our own records do not vouch for objects: we may have sent one while a collection was removing what it names.
         there = (name for name in pushed_records(self._repo, self._bucket) if name not in self._own)
         self._common = [record for _, record in self._read(there)]
         self._common_blobs = {blob.id for record in self._common for blob in record.blobs}
@@ -383,7 +383,7 @@ class _Push:
             if self._is_stale():
                 self._begin()
             group = self._process_each(group, lambda _, record: self._send_objects(pool, record))
-            # After the objects: records follow only if the listing is still valid and no collection was at work since.
+            # Records follow only if the listing is still valid and no collection since has removed an object of ours.
             if self._is_stale():
                 continue
             if collected_since(self._bucket, self._listed_ns):

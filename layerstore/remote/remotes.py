@@ -38,7 +38,7 @@ class Remotes:
 
     def urls(self) -> dict[str, str]:
         """
-        Return all URLs, by name; one that somebody has edited and that may hold a key is cut to its scheme.
+        Return all URLs, by name; a hand-edited one that may hold a key is cut to its scheme.
 
         Raises:
             IntegrityError: The file is damaged.
@@ -209,14 +209,14 @@ def checked_url(url: str) -> str:
 
 
 def refuse_folder(text: str) -> None:
-    """Raise InvalidInput if *text* is the path of a folder: as a remote, its URL names it."""
+    """Raise InvalidInput if *text* is the path of a folder: a remote is given as a URL."""
     folder = _folder_meant(text)
     if folder is not None:
         raise InvalidInput(f"the folder {text} is not a URL", hint=f"write {folder.as_uri()}")
 
 
 def _folder_meant(text: str) -> Path | None:
-    """Return the folder whose path *text* is; None if it may be a key, which no message repeats."""
+    """Return the folder if *text* is its path; None if *text* may be a key, which no message may repeat."""
     try:
         path = Path(text).expanduser().resolve()
         is_new = text.startswith(("/", "./", "../", "~/")) and path.parent != Path("/") and path.parent.is_dir()

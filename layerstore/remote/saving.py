@@ -3,7 +3,7 @@ Saves directly to a bucket: objects are uploaded from memory, then the blobs tha
 
 A bucket cannot touch, link or move anything, and nothing depends on conditional writes. A save relies on an object
 because it has just uploaded it, because the object is less than half a day old, or because a record in the bucket names
-it: then no collection removes it before the save's own record is there (docs/internals/durability.md).
+it. In each case, no collection removes it before the save's own record is there (docs/internals/durability.md).
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _WINDOW_SECONDS = REMOTE_GRACE_SECONDS / 8
 
 
 class Reliance:
-    """Decides what saves may rely on in the bucket that *repo* mirrors; *refresh* reads its records and pins again."""
+    """Decides what saves may rely on in the bucket that *repo* mirrors; *refresh* re-reads its records and pins."""
 
     def __init__(self, bucket: Bucket, repo: Repository, refresh: Callable[[], None]) -> None:
         self.bucket = bucket
@@ -54,7 +54,7 @@ class Reliance:
         self._refreshed_at = hours_on()
         self._server_ahead_ns: int | None = None
         self._version_of: dict[ObjectId, ObjectId] = {}
-        """By object, a version that names it, among those read so far."""
+        """For each object, a version that names it, among those read so far."""
 
     def know(self, objects: Iterable[ObjectId], version: ObjectId) -> None:
         """Note that *version* names *objects*."""
@@ -71,7 +71,7 @@ class Reliance:
         self._server_ahead_ns = self.bucket.now_ns() - int(sent_at * 1e9)
 
     def server_ns(self, at: float) -> int:
-        """Return the server's time at *at*, a time of `hours_on`."""
+        """Return the server's time at *at*, a reading of `hours_on`."""
         if self._server_ahead_ns is None:
             self.ask_time()
         assert self._server_ahead_ns is not None, "ask_time sets it"
@@ -82,14 +82,14 @@ class Reliance:
         entry = self.bucket.look(self._repo.layout.object_name(ref.id))
         if entry is None or entry.size_bytes != ref.size_bytes:
             return False
-        # Age first: it costs nothing, while naming may need the records of the whole bucket.
+        # Age first: it costs nothing, while `_is_named` may have to read all records of the bucket.
         return entry.modified_ns > self.server_ns(hours_on() - seconds) or (counts_named and self._is_named(ref.id))
 
     def _is_named(self, object_id: ObjectId) -> bool:
         with self._guard:
             # A record that was read half a day ago may have gone to the trash since, which keeps its objects for a day.
             if hours_on() > self._refreshed_at + _YOUNG_SECONDS:
-                began = hours_on()  # before the records are listed, since the listing is as old as its beginning
+                began = hours_on()  # before the records are listed, since a listing is as old as its start
                 self._refresh()
                 self._refreshed_at = began
                 for name in ("_blobs", "_needs"):
@@ -99,7 +99,7 @@ class Reliance:
 
     @cached_property
     def _blobs(self) -> set[ObjectId]:
-        """The version and state blobs that records name. Pins do not count: one may be deleted at any time."""
+        """The version and state blobs that records name. Pins do not count: a pin may be deleted at any time."""
         records = self._repo.records
         names = (name for run in records.runs() for name in records.names(run))
         commits = (commit for _, commit in records.each(names) if isinstance(commit, Commit))
@@ -175,7 +175,7 @@ class BucketWriter(ObjectWriter):
         super().__init__(layout, files, store, **options)
         self._reliance = reliance
         reliance.ask_time()
-        # L in docs/internals/durability.md: collections since then matter, and the part has to follow within hours.
+        # The time L in docs/internals/durability.md: later collections matter, and the part must follow within hours.
         self._begun = self._looked_at = hours_on()
         self._budget = _MemoryBudget(REMOTE_FLIGHT_BYTES)
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
@@ -214,7 +214,7 @@ class BucketWriter(ObjectWriter):
         return [ref for ref, is_there in zip(refs, self._pool.map(self.claim, refs), strict=True) if not is_there]
 
     def _is_sound(self, ref: BlobRef) -> bool | None:
-        """Whether *ref* is sound in the bucket, from where it is read; None if it is not there."""
+        """Whether *ref*, read from the bucket, is sound; None if the bucket lacks it or may soon remove it."""
         if not self.put_back(ref):
             return None
         try:
@@ -234,7 +234,7 @@ class BucketWriter(ObjectWriter):
         return self._upload(ref, draft.data)
 
     def put(self, data: Bytes, ref: BlobRef) -> None:
-        """Upload the small object *data* as *ref*, too; blobs wait until `publish`."""
+        """Upload the small object *data* as *ref*; version and state blobs wait until `publish`."""
         if bytes(data[: len(STATE_MAGIC)]) in {STATE_MAGIC, VERSION_MAGIC}:
             with self._guard:
                 if ref.id not in self._taken:
@@ -279,7 +279,7 @@ class BucketWriter(ObjectWriter):
 
     @property
     def staged(self) -> Staged:
-        """Return what was uploaded, or found in the bucket so far."""
+        """Return what was uploaded or found in the bucket so far."""
         self._wait()
         return super().staged
 
@@ -320,7 +320,7 @@ class BucketWriter(ObjectWriter):
 
     def look_again(self) -> list[BlobRef]:
         """Return objects that may be gone, or may go soon, because the process was suspended; usually none."""
-        # Our own record does not count as naming them: a collection may have listed the records before it.
+        # Our own record does not count as naming them: a collection may have listed the records before ours was there.
         return [] if self._is_in_time() else self._lost(counts_named=False)
 
     def claimed_elsewhere(self) -> list[BlobRef]:
@@ -330,10 +330,10 @@ class BucketWriter(ObjectWriter):
     def discard(self) -> None:
         """Drop objects that were not uploaded yet; the others stay for the next save, or until a collection."""
         with self._guard:
-            self._is_over = True  # before the pool ends, or a submit after that would raise
+            self._is_over = True  # before the pool ends: a later submit would raise
         self._pool.shutdown(cancel_futures=True)
         self._in_flight.clear()
-        self._budget.fail(None)  # an error that was raised keeps the data in memory
+        self._budget.fail(None)  # an error, once raised, keeps the data in memory
 
 
 def _pieces(data: Bytes) -> Iterator[memoryview]:
@@ -351,9 +351,9 @@ class BucketParts(PartStore):
         self._bucket = reliance.bucket
         self._without_retries = reliance.bucket.without_retries()
         """
-        For the end of a save: retries would delay the next one, and often the server has failed five times already.
+        For the end of a save: retries would delay the next save, and often the server has failed five times already.
 
-        Nobody joins a part that stays behind; `close_session` or a collection removes it. If a failure cannot be
+        Nobody joins a part that is left over; `close_session` or a collection removes it. If a failure cannot be
         written, the other ranks learn of it from the next reports.
         """
 
@@ -385,13 +385,13 @@ class BucketParts(PartStore):
         return ranks
 
     def draft(self, part: Part) -> None:
-        """Do nothing: collections of a bucket do not read parts, because everything that parts name is young."""
+        """Do nothing: a bucket's collections do not read parts; all that parts name is young or named by a record."""
 
     def confirm(self, part: Part) -> None:
         """Make *part* visible; raises Overtaken if that took so long that a collection may remove what it names."""
         began = hours_on()
         self._publish(part, self._bucket)
-        # The server dates the part when it arrives, so a write that took hours would make old looks seem fresh.
+        # The server dates the part when it arrives, so a write that took hours would make old checks seem fresh.
         if hours_on() > began + _WINDOW_SECONDS / 6:
             self._bucket.remove([part_name(part.session, part.save, part.rank)])
             raise Overtaken("the process was suspended while it wrote its part", hint="save again")
@@ -402,7 +402,7 @@ class BucketParts(PartStore):
 
     def _publish(self, part: Part, bucket: Bucket) -> None:
         if bucket.size(part_name(part.session, part.save, part.rank)) is not None:
-            return  # it may have been joined by now; writing it again would also make it look younger
+            return  # it may have been joined already; writing it again would also make it look younger
         data = seal_part(part, store_id=self._store_id)
         bucket.write(part_name(part.session, part.save, part.rank), lambda: [data])
 

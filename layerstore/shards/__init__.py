@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints written: shards for any number of ranks, and the Universal Checkpoint."""
+"""Write DeepSpeed's checkpoints: shards for any number of ranks, and the Universal Checkpoint."""
 
 from layerstore.shards.ranks import RankStates, check_has_moments, plan_optimizer, plan_ranks
 from layerstore.shards.universal import plan_universal

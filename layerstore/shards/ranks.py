@@ -50,7 +50,7 @@ from layerstore.zero3.trees import (
 
 _UNIFY = "compose with --adam-step unify, or train with a param group per layer"
 
-# What the optimizers of torch and DeepSpeed keep for each parameter, and begin with zeros.
+# What the optimizers of torch and DeepSpeed keep for each parameter, starting from zeros.
 _ZERO_AT_FIRST = frozenset(
     {
         "exp_avg",
@@ -79,11 +79,11 @@ class RankStates:
     """The versions of the composite's layers, in their order."""
     slices: Slices
     successor: Successor | None
-    """Makes the state of a rank from that of an earlier commit, if the layers are of FSDP2."""
+    """Makes a rank's state from an earlier commit's, if FSDP2 saved the base."""
     adapted: Callable[[RankState, int], RankState] | None
     """Makes the state of a rank from one of the base's; None if the base's trees do not change."""
     steps: Mapping[str, tuple[str, int | None]] | None
-    """Each parameter's layer and that layer's own optimizer step; None if these are not to be set."""
+    """Each parameter's layer and that layer's own optimizer step; None if counters stay as they are."""
     notes: tuple[str, ...]
     """What does not carry over, in plain sentences."""
     has_moments: bool
@@ -121,18 +121,18 @@ def plan_ranks(
     is_live: bool = False,
 ) -> RankStates:
     """
-    Plan *composition* for the ranks of *options*; if an engine *is_live*, notes name what a program can do.
+    Plan *composition* for the ranks of *options*; with *is_live*, notes name arguments of ``resume``, not options.
 
     Raises:
         LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be rebuilt, or
-            the layers of one have different counters.
+            the layers of a sub-group have different counters.
     """
     base, is_fresh = composition.base, options.moments == "fresh"
     if not is_fresh:
         check_has_moments(base)
     following = successor(repo, base, options.like) if base.is_dcp else None
     if following is not None:
-        # From here on, all but the layers is that commit's.
+        # From here on, everything but the layers comes from that commit.
         base = following.before
     elif options.like is not None:
         [called] = references_to(repo, [base])
@@ -194,12 +194,12 @@ def plan_beside(ranks: RankStates, file: SourceFile, *, own: Collection[str]) ->
 
 
 def _first_state(repo: Repository, base: CommitRecord) -> RankState:
-    """Return the state of rank 0, which is of the record's stage or damage."""
+    """Return the state of rank 0; raises IntegrityError if its stage is not the record's."""
     state = repo.state(base.states[0])
     if (base.stage == STAGE_3) != (stage_of(outer_optimizer(state)) == STAGE_3):
         raise IntegrityError(
-            f"the record of {base.run}@{base.step} says ZeRO stage {base.stage}, and its rank states are of another",
-            hint="take another save",
+            f"the record of {base.run}@{base.step} says ZeRO stage {base.stage}, but its rank states have another",
+            hint="use another save",
         )
     return state
 
@@ -226,7 +226,7 @@ def plan_optimizer(
     Return the optimizer of *composition*, parameter by parameter; *versions* are those of its layers.
 
     Raises:
-        LayoutMismatch: The base has no moments, or moments that cannot be had for each parameter.
+        LayoutMismatch: The base has no moments, or moments that cannot be split by parameter.
     """
     base = composition.base
     check_has_moments(base)
@@ -236,7 +236,7 @@ def plan_optimizer(
         [called] = references_to(repo, [base])
         raise LayoutMismatch(f"the optimizer of {called} keeps {kept}, which cannot be cut into parameters")
     if base.stage != STAGE_3:
-        state = as_stage_3(state)  # groups in the order that the optimizer was given
+        state = as_stage_3(state)  # parameters in the order in which the optimizer was given them
     layers = zip(composition.layers, versions, strict=True) if adam_step == "per-layer" else ()
     entries = {parameter.name: entry for entry, version in layers for parameter in version.parameters}
     optimizer = optimizer_of(state, versions, entries=entries)
@@ -252,7 +252,7 @@ def check_has_moments(base: CommitRecord) -> None:
     if WITHOUT_MOMENTS in base.flags:
         raise LayoutMismatch(
             f"{base.run}@{base.step} has no optimizer moments any more: a collection has dropped them",
-            hint="its weights are there: --format hf exports them, --moments fresh starts anew; or take a newer step",
+            hint="its weights are there: --format hf exports them, --moments fresh starts anew; or use a newer step",
         )
 
 
@@ -311,14 +311,14 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
 
 # -- what does not carry over, in plain sentences ------------------------------------------------------------------
 
-# What ranks have for themselves: only the first one's file has some of these, and its metrics are the commit's.
+# What each rank has for itself: only the first rank's file has some of these, and its metrics are the commit's.
 _OF_THE_RANK = frozenset(
     {"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings", METRICS}
 )
 
 
 def moments_notes(composition: Composition, *, is_fresh: bool) -> Iterator[str]:
-    """Say what the optimizer begins with, if that is not what fits the weights."""
+    """Say which moments the optimizer begins with, if they do not fit the weights."""
     if is_fresh:
         yield (
             "the optimizer's moments are zero and its counters 0, as before the first step, but the learning rate "
@@ -330,7 +330,7 @@ def moments_notes(composition: Composition, *, is_fresh: bool) -> Iterator[str]:
 
 
 def buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
-    """Name buffers that each rank had for itself, if there are more ranks now, or fewer."""
+    """Name buffers that differed between ranks, if there are more ranks now, or fewer."""
     odd = {name: shards for name, shards in slices.rank_buffers().items() if shards != world_size}
     if odd:
         name, shards = next(iter(odd.items()))
@@ -341,7 +341,7 @@ def buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
 def _fate(before: int, after: int) -> str:
     """Say what happens to values that differ between *before* ranks."""
     if before < after:
-        return f"ranks from {before} on take those of rank 0"
+        return f"ranks from {before} on get those of rank 0"
     return f"those of ranks from {after} on are left out"
 
 
@@ -390,8 +390,8 @@ def notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, w
     if base.stage == STAGE_3 and config_of(TreeView.of(first.model)) is None:
         yield "DeepSpeed's config is not in the checkpoint: sub-groups were made for its default sub_group_size"
     yield (
-        "the learning rate schedule and global_samples continue where they were; a Trainer that skips what it has seen "
-        "skips as many batches, of the new size"
+        "the learning rate schedule and global_samples continue where they were; a Trainer that skips seen data skips "
+        "the same number of batches, of the new size"
     )
     yield (
         f"the global batch is micro batch x accumulation x ranks: with {_ranks(world_size)} instead of "

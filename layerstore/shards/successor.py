@@ -1,7 +1,7 @@
 """
-DeepSpeed's own state for what FSDP2 saved: that of a commit that DeepSpeed made, counted on by the updates since.
+DeepSpeed's own state for a commit of FSDP2: an earlier commit of DeepSpeed supplies it, advanced by the updates since.
 
-A commit of FSDP2 has masters and moments. Trees, loss scaler and schedule are DeepSpeed's alone.
+A commit of FSDP2 has only masters and moments. Trees, loss scaler and schedule are DeepSpeed's own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,20 +36,20 @@ class Successor:
     notes: tuple[str, ...]
     _updates_since: UpdatesSince
     _files: Mapping[str, SourceFile]
-    """Files of the later commit, in the place of those of the same name."""
+    """Files of the later commit, which replace those of the same name."""
     _client_states: Sequence[Mapping[Tree, Tree]]
-    """What the user has kept at the later commit, by rank."""
+    """The user's own state at the later commit, by rank."""
 
     def state(self, state: RankState) -> RankState:
-        """Return *state*, of a rank of the commit before, as it would be now."""
+        """Return *state*, a rank's state at *before*, as it would be at the later commit."""
         moved = advance(state, self._updates_since, self._files)
-        # Of ranks that FSDP2 did not have, the first one's.
+        # Ranks that FSDP2 did not have get the first rank's.
         kept = self._client_states[state.rank if state.rank < len(self._client_states) else 0]
         tree: dict[Tree, Tree] = {
             key: value for key, value in TreeView.of(moved.model).mapping().items() if key in ENGINE_KEYS
         }
         tree |= {key: value for key, value in kept.items() if key not in ENGINE_KEYS}
-        # What was drawn since must not be drawn again.
+        # Old random states are dropped: numbers that were drawn since must not be drawn again.
         files = [file for file in moved.files if not self._updates_since.updates or not self._is_stale(file)]
         return replace(moved, model=replace(moved.model, tree=tree), files=tuple(files))
 
@@ -59,14 +59,14 @@ class Successor:
 
 def successor(repo: Repository, base: CommitRecord, like: str | None) -> Successor:
     """
-    Return the states of DeepSpeed at *base*, which FSDP2 saved; *like* names the commit that they are counted on from.
+    Return DeepSpeed's states for *base*, which FSDP2 saved, advanced from the commit that *like* names.
 
-    Without it, that is the newest commit of DeepSpeed in the history of *base*.
+    Without *like*, that is the newest commit of DeepSpeed in the history of *base*.
 
     Raises:
-        Unsupported: There is none.
+        Unsupported: There is no such commit.
         InvalidInput: *like* is not a commit of DeepSpeed.
-        LayoutMismatch: It has another model or optimizer, or more updates.
+        LayoutMismatch: That commit has another model or optimizer, or more updates than *base*.
     """
     [called] = references_to(repo, [base])
     before = _newest(repo, base) if like is None else resolve(repo, like).record
@@ -78,7 +78,7 @@ def successor(repo: Repository, base: CommitRecord, like: str | None) -> Success
         )
     [named] = references_to(repo, [before])
     if before.is_dcp:
-        raise InvalidInput(f"{named} was saved by FSDP2", hint="like means a commit that DeepSpeed saved")
+        raise InvalidInput(f"{named} was saved by FSDP2", hint="like must name a commit that DeepSpeed saved")
     states = [repo.state(ref) for ref in base.states]
     own = DcpState.read(states[0])
     names = [tensor.held.name for tensor in own.tensors.values() if tensor.held.kind is Kind.MASTER]
@@ -95,7 +95,7 @@ def successor(repo: Repository, base: CommitRecord, like: str | None) -> Success
         later=called,
         earlier=named,
     )
-    # The first rank's state has all tensors and values; the others' have only what is a rank's own, as this is.
+    # The first rank's state has all tensors and values; the others have only values of their own, such as this.
     kept = [_client_state(own if number == 0 else DcpState.read(state)) for number, state in enumerate(states)]
     files = {file.path: file for state in states for file in state.files}
     return Successor(
@@ -120,10 +120,10 @@ def _notes(
     *,
     named: str,
 ) -> Iterator[str]:
-    yield f"what is DeepSpeed's own is that of {named}, counted on by {updates_since.updates} updates"
+    yield f"DeepSpeed's own state comes from {named}, advanced by {updates_since.updates} updates"
     stale = [file.path for file in first.files if file.path.rpartition("/")[2] in SCHEDULES and file.path not in files]
     if stale and updates_since.updates:
-        yield f"{stale[0]} is that of {named}, {updates_since.updates} steps behind: set the schedule yourself"
+        yield f"{stale[0]} comes from {named}, {updates_since.updates} steps behind: set the schedule yourself"
     if taken := sorted(str(key) for key in kept if key in ENGINE_KEYS):
         yield f"client_state[{taken[0]!r}] is left out: DeepSpeed keeps its own under that key"
 

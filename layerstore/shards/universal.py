@@ -2,7 +2,7 @@
 The format ``universal``: a composite as DeepSpeed's Universal Checkpoint, which any number of ranks loads.
 
 Each parameter has a folder with a file for its master and each of its moments, whole; see ``deepspeed.checkpoint``.
-ZeRO-3 gives all param groups the settings of the first that it finds, so those that differ are left out there.
+ZeRO-3 gives all param groups the settings of the first that it finds, so settings that differ are left out for it.
 """
 
 import time
@@ -32,7 +32,7 @@ from layerstore.zero3.trees import STEP, TreeView, inner_optimizer, is_dealt, ou
 LATEST_UNIVERSAL = "latest_universal"
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What DeepSpeed's loader asks for; it knows no other optimizer than Adam."""
+"""The moments that DeepSpeed's loader asks for; it knows no optimizer but Adam."""
 
 _MODEL_STATES = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _MODEL_STATES_OF_STAGES_1_AND_2 = "mp_rank_00_model_states.pt"
@@ -42,7 +42,7 @@ _OF_SLICES = frozenset({"optimizer_state_dict", "fp32_flat_groups", "ds_zero_par
 
 def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     """
-    Decide which files there are.
+    Plan the files of *composition*.
 
     Raises:
         LayoutMismatch: The layers do not fit together, or the optimizer is not one that DeepSpeed's loader knows.
@@ -52,7 +52,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     if base.is_dcp:
         raise Unsupported(
             f"{base.run}@{base.step} was saved by FSDP2, and not by DeepSpeed",
-            hint="--format dcp for FSDP2; or --format zero3, of which ds_to_universal makes one",
+            hint="use --format dcp for FSDP2; or --format zero3, which ds_to_universal converts",
         )
     # As a single rank of stage 3 has it: every parameter whole, whatever stage and number of ranks saved it.
     ranks = plan_ranks(repo, composition, RankOptions(world_size=1, as_zero3=True))
@@ -64,7 +64,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     folder = f"{tag}/zero"
     files = [plan_model_states(ranks, path=f"{tag}/{_MODEL_STATES}"), _optimizer_state(folder, state, optimizer)]
     step = _step(state)
-    # Stage 3 looks for the first name, stages 1 and 2 for the other.
+    # Stage 3 looks for the file's own name, stages 1 and 2 for the link's.
     links = [(f"{tag}/{_MODEL_STATES_OF_STAGES_1_AND_2}", f"{tag}/{_MODEL_STATES}")]
     for parameter in slices.parameters.values():
         for name in (parameter.name, *parameter.aliases):
@@ -123,12 +123,12 @@ def _check_adam(repo: Repository, composition: Composition, optimizer: Optimizer
 
 
 def _notes(slices: Slices, optimizer: OptimizerState) -> Iterator[str]:
-    """Say what DeepSpeed's loader does not take from it."""
+    """Say what DeepSpeed's loader does not load."""
     differing = sorted(set.union(*(set(group.settings) for group in optimizer.groups)) - _shared(optimizer).keys())
     if differing:
         yield (
-            f"param groups differ in {', '.join(differing)}: as ZeRO-3 loads, it would give all of them the first "
-            "one's, so this is left to the training script there; stages 1 and 2 load each group's own"
+            f"param groups differ in {', '.join(differing)}: ZeRO-3 would give all of them the first group's, so there "
+            "the training script must set it; stages 1 and 2 load each group's own"
         )
     frozen = sum(not slices.shards(Kind.MASTER, name) for name in slices.parameters)
     kinds = [f"{frozen} frozen parameters"] * bool(frozen) + [f"{len(slices.buffers())} buffers"] * bool(
@@ -145,7 +145,7 @@ def _shared(optimizer: OptimizerState) -> dict[str, Tree]:
 
 
 def _step(state: RankState) -> Tree:
-    """Return the optimizer's counter, as it keeps it itself."""
+    """Return the optimizer's counter in the optimizer's own form."""
     for _, kept in inner_optimizer(state)["state"].children():
         if STEP in kept.mapping():
             return kept.mapping()[STEP]

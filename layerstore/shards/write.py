@@ -99,7 +99,7 @@ def execute_compose(
     facts = {"world_size": ranks.world_size, "adam_step": options.adam_step, "moments": options.moments}
     summary = composition.summary_file(ranks.notes, **facts)
     tag = ranks.tag
-    # `latest` after all else: it is what makes a folder a checkpoint.
+    # `latest` comes last, because it makes the folder a checkpoint.
     last = {SUMMARY: summary, LATEST: tag.encode()}
     with (
         appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
@@ -187,16 +187,16 @@ def _shares(ranks: RankStates, *, count: int) -> list[range]:
 
 def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozenset[str], is_lead: bool) -> None:
     """
-    Write the files of the ranks *mine* and, if this process leads, the weights that all ranks supply.
+    Write the files of the ranks *mine* and, if this process leads, the gathered weights, which all ranks supply.
 
-    *own* are the parameters whose weights are those that the base saved.
+    *own* are the parameters whose weights the base itself saved.
     """
     slices, count = ranks.slices, ranks.world_size
     assembly.progress.start("compose", slices.size_bytes * len(mine) // count)
     first, pickles = ranks.state(0), WrittenPickles()
     gathered = [(weights, assembly.open_shared(_plan_gathered(weights))) for weights in first.gathered if is_lead]
     for rank in range(count) if gathered else mine:
-        # Every rank supplies slices of gathered weights, so these files stay open until the last one has.
+        # Every rank supplies slices of gathered weights, so these files stay open until the last rank has done so.
         shared = [
             (file, merged(_gathered_pieces(weights, slices, rank=rank, world_size=count))) for weights, file in gathered
         ]
@@ -207,7 +207,7 @@ def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozen
         else:
             assembly.write((), shared)
     for weights, _ in gathered:
-        # For layers that the base saved itself, even the derived bytes are known.
+        # For layers that the base itself saved, the checksums even of derived bytes are known.
         assembly.check_converted(weights.path, _derived_checks(weights, slices, unchanged=own.__contains__))
 
 
@@ -255,13 +255,13 @@ class _Rank:
         self._has_whole_model = not SHARD_STEM.fullmatch(PurePosixPath(state.model.path).stem)
 
     def tree_files(self, pickles: WrittenPickles) -> Iterator[OutputFile]:
-        """Yield the plans of the rank's two ``.pt`` files; under stages 1 and 2, only the first one's has the model."""
+        """Yield the plans of the rank's two ``.pt`` files; under stages 1 and 2, only rank 0 has the model's."""
         has_model = not self._has_whole_model or self._state.rank == 0
         files = (self._state.model, self._state.optimizer) if has_model else (self._state.optimizer,)
         return (self.plan(file, pickles) for file in files)
 
     def plan(self, file: TreeFile, pickles: WrittenPickles) -> OutputFile:
-        """Return the plan of one of them."""
+        """Return the plan of *file*, one of the two."""
         archive = Archives(file.path)
         archive.add(
             file.tree,
@@ -308,7 +308,7 @@ class _Rank:
         return slices.find(Kind.BUFFERS, name, shard=rank if rank < slices.shards(Kind.BUFFERS, name) else 0)
 
     def _members(self, storage: Storage) -> tuple[set[int], list[_Member]]:
-        """Return how many bytes *storage* may have, and what it is made of, in order."""
+        """Return how many bytes *storage* may have, and its members in order."""
         rank, item_bytes = self._state.rank, by_code(storage.dtype).bytes
         match storage.content:
             case FlatContent(state=state, group=group):
@@ -337,7 +337,7 @@ class _Rank:
                     return {elements * item_bytes}, [whole_one]
                 length = slice_length(elements, self._world_size)
                 valid = valid_elements(elements, self._world_size, rank)
-                # FSDP2 may have them in another type than DeepSpeed, which rounds its own.
+                # FSDP2 may keep them in another type; DeepSpeed rounds its own.
                 member = _Member(kind=Kind.WEIGHTS, name=name, begin=rank * length, elements=valid, is_derived=True)
                 return {length * item_bytes}, [member] if valid else []
             case BufferContent(buffer=name) if not self._slices.shards(Kind.BUFFERS, name):  # of FSDP2
@@ -366,12 +366,12 @@ class RankLoad:
         own_versions: Mapping[BlobRef, OwnVersion] = MappingProxyType({}),
     ) -> None:
         """
-        Plan it; versions are read, but for *own_versions*.
+        Plan the load; all versions are read except *own_versions*.
 
         Raises:
             LayoutMismatch: The layers do not fit together, or cannot be adapted to *world_size* ranks.
         """
-        # In no other repository: whoever saves, verifies or exports needs whole versions.
+        # Only in this copy of the repository, because saving, verifying and exporting need whole versions.
         repo = replace(repo, own_versions=own_versions)
         options = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, like=like)
         ranks = plan_ranks(repo, composition, options, is_live=True)

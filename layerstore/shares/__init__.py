@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 Answer = TypeVar("Answer")
 
 Repository = Any
-"""A ``storage.Repository``. Its room is above this one, because it takes shares."""
+"""A ``storage.Repository``; not imported, because `storage` builds on this module."""
 
 Work = Callable[[Repository, Any], AbstractContextManager[Answer]]
 """
@@ -40,8 +40,8 @@ class Shares:
         """
         Have every other process do *work* on one of *parts*, in the store of *repo*, while the lead does its own share.
 
-        The yielded function waits for the answers and returns them in order, or raises an error of the others. However
-        the block is left, all living processes have finished their work by then.
+        The yielded function waits for the answers and returns them in order, or raises the first error of the others.
+        However the block ends, all living processes have finished their work by then.
         """
         assert not parts, "there is nobody to ask"
         yield list

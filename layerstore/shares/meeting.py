@@ -1,7 +1,7 @@
 """
 Where the processes that a launcher started meet, and the connections that they make there.
 
-They meet where the ranks of a training job would. The connections are our own, because gloo can wait for ever for a
+They meet where the ranks of a training job would. The connections are our own, because gloo can wait forever for a
 process that dies while it sends or receives.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MEETING_SECONDS = 300.0
 """How long the processes wait for each other at the start."""
 _HELLO_SECONDS = 20.0
-"""How long a connection may take, and how long the lead waits for what its caller says first."""
+"""How long a connection may take, and how long the lead waits for a caller's first message."""
 _HELLO_BYTES = 40
 """A token of 32 hexadecimal digits, and the process's number."""
 # A process that dies closes its connections. A host that dies does not: it is given up after three silent minutes.
@@ -32,7 +32,7 @@ _LIVENESS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 180_000),  # while something sent is not acknowledged, in milliseconds
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 180_000),  # how long sent data may stay unacknowledged, in ms
 )
 _PORTS = range(20_000, 32_000)
 """Below the range that systems use for outgoing connections."""
@@ -49,7 +49,7 @@ def name_meeting_point() -> None:
     is_slurms = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ
     if is_slurms and "SLURM_STEP_NODELIST" in os.environ:
         host = first_host(os.environ["SLURM_STEP_NODELIST"])
-        # Jobs that follow each other, and steps of one job, get ports of their own.
+        # Consecutive jobs, and the steps of one job, get different ports.
         number = int(os.environ["SLURM_JOB_ID"]) * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))
     elif all(os.environ.get(here) == os.environ.get(everywhere) for here, everywhere in _LOCAL_COUNTS):
         host, number = "127.0.0.1", os.getppid()  # the launcher's pid
@@ -67,14 +67,14 @@ def connect_all(number: int, count: int) -> list[Connection]:
     Meet the others; return the lead's connections to them, in order, or this process's connection to the lead.
 
     Raises:
-        OSError, RuntimeError, ValueError: They do not meet, or the variables that say where make no sense.
+        OSError, RuntimeError, ValueError: They do not meet, or the variables that say where are invalid.
     """
-    # A server of torchrun may listen there, which only torch can ask.
+    # torchrun may have a server listening there, which only torch can query.
     from torch.distributed.rendezvous import rendezvous
 
     until = time.monotonic() + _MEETING_SECONDS
     meeting, _, _ = next(rendezvous("env://", number, count, timeout=timedelta(seconds=_MEETING_SECONDS)))
-    # That server outlives us: each command, and each restart of a job, leaves its port under another key.
+    # That server outlives us: each command, and each restart of a job, stores its port under a key of its own.
     job = f"layerstore {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     key = f"{job} lead {meeting.add(f'{job} process {number}', 1)}"
     if number == 0:
@@ -95,7 +95,7 @@ def _accept_others(meeting: "Store", key: str, count: int, until: float) -> list
         port = server.getsockname()[1]
         meeting.set(key, f"{port} {token}")
         while hellos:
-            server.settimeout(max(until - time.monotonic(), 0.001))  # at 0 it would not wait even for who is there
+            server.settimeout(max(until - time.monotonic(), 0.001))  # 0 would make it non-blocking
             try:
                 caller, _ = server.accept()
             except TimeoutError as exc:
@@ -117,7 +117,7 @@ def _heard_number(caller: socket.socket, hellos: dict[bytes, int]) -> int | None
     """Return the number of the process that calls; None if it does not know the token. Nothing is unpickled yet."""
     caller.settimeout(_HELLO_SECONDS)
     heard = b""
-    with suppress(OSError):  # it is silent, or has gone
+    with suppress(OSError):  # the caller is silent, or gone
         while len(heard) < _HELLO_BYTES and (piece := caller.recv(_HELLO_BYTES - len(heard))):
             heard += piece
     return hellos.pop(heard, None)
@@ -132,7 +132,7 @@ def _connection(connected: socket.socket) -> Connection:
 
 def first_host(nodes: str) -> str:
     """
-    Return the first of Slurm's list of *nodes*.
+    Return the first host in *nodes*, a list in Slurm's notation.
 
     >>> first_host("node[007-009,012],gpu1"), first_host("gpu1,gpu2"), first_host("r[1-2]n[3-4],x")
     ('node007', 'gpu1', 'r1n3')

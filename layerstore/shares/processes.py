@@ -37,7 +37,7 @@ class JobNotice(UserWarning):
 class _Question:
     store: str
     session: str
-    """A folder that the lead made in the store, to prove to the others that theirs is the same; may be empty."""
+    """Names a folder that the lead made in the store, which the others must see in theirs; may be empty."""
     cache_size: str | None
     work: Work[Any]
     part: Any
@@ -79,14 +79,14 @@ class Led(Shares):
                         _result_of(answers)
 
     def end(self) -> None:
-        """Make the others end."""
+        """Tell the others to end, and close the connections."""
         self._line.dismiss()
         self._line.close()
 
 
 @contextmanager
 def _seen_by_all(repo: Repository) -> Iterator[str]:
-    """Yield a new session, whose folder no copy of the store has; empty if the store is not writable."""
+    """Yield a new session, whose folder no copy of the store has; empty if the store is remote or not writable."""
     session = ""
     if repo.remote is None:
         with suppress(StorageIO):  # it cannot be written to: without a session, nobody compares the stores
@@ -166,8 +166,8 @@ class _Line:
     """
     The connections between the lead, process 0, and the others.
 
-    A single thread uses them and works through its requests in order. So signals are handled even while it waits, and
-    whatever a signal interrupts, a question and its answers are finished before the others are told to end.
+    A single thread uses them and works through its requests in order. So signals are handled even while it waits, and a
+    question that a signal interrupts is still answered before the others are told to end.
     """
 
     def __init__(self, number: int, count: int) -> None:
@@ -180,11 +180,11 @@ class _Line:
             warnings.warn(f"waiting for the {count} processes of this job at {where}", JobNotice, stacklevel=3)
         try:
             self._peers = meeting.result()
-            """The lead's connections to the others, in order; or the one to the lead."""
+            """The lead's connections to the others, in order; elsewhere, the one to the lead."""
         except (OSError, RuntimeError, ValueError) as exc:
             raise JobLost(
-                f"the {count} processes of this job do not meet at {where} ({_words(exc)})",
-                hint="have all been started? MASTER_ADDR and MASTER_PORT say where, LAYERSTORE_SHARES=0 works alone",
+                f"the {count} processes of this job could not connect to each other at {where} ({_words(exc)})",
+                hint="check that all were started, MASTER_ADDR and MASTER_PORT; or work alone: LAYERSTORE_SHARES=0",
             ) from exc
 
     def ask(self, questions: Sequence[_Question]) -> "Future[list[_Answered]]":
@@ -193,7 +193,7 @@ class _Line:
         def exchange() -> list[_Answered]:
             self._send(questions)
             answers, lost = [], None
-            # To the end, even if one is lost: the others' work is over before this process removes what it holds.
+            # To the end, even if one is lost: the others must finish before this process releases what it holds.
             for number, peer in enumerate(self._peers, 1):
                 try:
                     answers.append(peer.recv())
@@ -206,7 +206,7 @@ class _Line:
         return self._start_call(exchange)
 
     def dismiss(self) -> None:
-        """Tell all others that are left to end."""
+        """Tell all remaining processes to end."""
         self._call_and_wait(lambda: self._send([None] * len(self._peers)))
 
     def listen(self) -> _Question | None:
@@ -225,7 +225,7 @@ class _Line:
 
     def _send(self, messages: Sequence[Any]) -> None:
         for peer, message in zip(self._peers, messages, strict=True):
-            with suppress(OSError):  # it has gone, and so it answers nothing: that is noticed
+            with suppress(OSError):  # it is gone; its missing answer will show that
                 peer.send(message)
 
     def _call_and_wait(self, call: Callable[[], Result]) -> Result:
@@ -257,5 +257,5 @@ def _result_of(result: "Future[Result]") -> Result:
 
 
 def _words(exc: Exception) -> str:
-    """Return the message without an errno, torch's source location, or what follows the first sentence."""
+    """Return the first sentence of the message, without an errno or torch's source location."""
     return str(exc).partition(". ")[0].rpartition("] ")[2] or "the connection was closed"

@@ -1,4 +1,4 @@
-"""Read files that others wrote, and that may change or be cut short under us."""
+"""Read files that others wrote, and that may change or be cut short while we read."""
 
 from layerstore.source.gathered import (
     GatheredFileSource,

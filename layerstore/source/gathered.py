@@ -2,7 +2,7 @@
 Gathered weights: the headers of safetensors files that a Trainer writes next to the shards.
 
 Headers are read strictly, and each tensor is matched by name with the parameter or buffer whose bytes it should have.
-An ingest checks bit for bit whether it has them. For why we do not use the safetensors package, see
+An ingest checks bit for bit that it does. For why we do not use the safetensors package, see
 docs/adr/0030-safetensors.md.
 """
 
@@ -154,7 +154,7 @@ def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSo
     except LayerstoreError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        raise _damaged(path, f"its header is not safetensors' ({exc})") from exc
+        raise _damaged(path, f"its header is not a safetensors header ({exc})") from exc
     # By name, too: a tensor without elements begins where the next one does.
     return sorted(tensors, key=lambda tensor: (tensor.offset_bytes, tensor.name))
 

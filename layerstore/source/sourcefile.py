@@ -25,7 +25,7 @@ class OpenedSource:
     """One open source file, see `open_source`."""
 
     def __init__(self, path: Path, *, fd: int, size_bytes: int, begin: int = 0) -> None:
-        """It is a section of the file, from *begin*, if that is given: all offsets count from there."""
+        """Wrap the open file *fd*, or its section of *size_bytes* from *begin*: all offsets count from there."""
         self.path = path
         self.size_bytes = size_bytes
         self._fd = fd
@@ -43,7 +43,7 @@ class OpenedSource:
 
         Raises:
             SourceCheckpoint: The file ends before that: it was truncated, perhaps just now.
-            StorageIO: The disk refused.
+            StorageIO: The read failed.
         """
         data = bytearray(size_bytes)
         self.read_into(memoryview(data), offset_bytes)
@@ -81,7 +81,7 @@ def open_source(path: Path) -> Iterator[OpenedSource]:
 
     Raises:
         SourceCheckpoint: Nothing is there, or it is not a regular file.
-        StorageIO: The disk refused; errno is kept.
+        StorageIO: It cannot be opened; errno is kept.
     """
     # O_NONBLOCK: opening a pipe must return at once instead of waiting for a writer. Regular files ignore it.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -104,7 +104,7 @@ def read_source_file(path: Path, *, size_bytes_max: int) -> bytes:
 
     Raises:
         SourceCheckpoint: It is missing, not a regular file, or has more than *size_bytes_max* bytes.
-        StorageIO: The disk refused.
+        StorageIO: It cannot be read.
     """
     with open_source(path) as source:
         if source.size_bytes > size_bytes_max:
@@ -123,10 +123,10 @@ def stat_source(path: Path) -> os.stat_result:
 def real_path(path: Path) -> Path:
     """Return *path* without links or dots; raises InvalidInput if it is not a path."""
     try:
-        # is_dir: only looking finds a name that is too long.
+        # is_dir: `resolve` accepts a name that is too long.
         real = path.resolve()
         real.is_dir()
-    except (OSError, ValueError, RuntimeError) as exc:  # ValueError: a NUL; RuntimeError: links in a circle
+    except (OSError, ValueError, RuntimeError) as exc:  # ValueError: a NUL; RuntimeError: a loop of links
         if isinstance(exc, OSError) and exc.errno not in _NO_PATH_ERRNOS:
             raise _refused_by_disk(path, exc) from exc
         raise InvalidInput(f"{path} is not a path: {exc}", hint="give the folder of the checkpoint") from exc
@@ -137,7 +137,7 @@ def truncated(path: Path, what: str) -> SourceCheckpoint:
     """Make the error for a file that ends too early."""
     return SourceCheckpoint(
         f"{path}: truncated: {what}; nothing was read from it",
-        hint="its writer may not have finished, or was killed: wait for it, or take an older checkpoint",
+        hint="its writer may not have finished, or was killed: wait for it, or use an older checkpoint",
         path=str(path),
         reason="truncated",
     )
@@ -152,7 +152,7 @@ def untrusted(path: Path, what: str) -> SourceCheckpoint:
     """Make the error for a file that ``torch.save`` never writes."""
     return SourceCheckpoint(
         f"{path}: untrusted: {what}",
-        hint="do not open it elsewhere either; ingest a checkpoint that you know the origin of",
+        hint="do not open it elsewhere either; ingest a checkpoint whose origin you know",
         path=str(path),
         reason="untrusted",
     )

@@ -1,7 +1,7 @@
 """
 Compact objects: slices are coded as their bytes stream by, and decoded at once to measure what is lost.
 
-Coding never looks back: blocks are small, scales follow the codes of their slice, and the reference is read beside.
+Coding never looks back: blocks are small, scales follow the codes of their slice, and the reference is read alongside.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Compact:
 
 
 def _compact(source: ObjectSource, precision: Precision, older: LayerVersion) -> Compact | None:
-    """Return how *source* is kept in *precision*; None if as it is: there is nothing to code, or to refer to."""
+    """Return how *source* is kept in *precision*; None if exactly: there is nothing to code, or to refer to."""
     codings = {precision.coding(source.kind, part.state, part.dtype) for part in source.slices} - {""}
     if not codings:
         return None
@@ -41,7 +41,7 @@ def _compact(source: ObjectSource, precision: Precision, older: LayerVersion) ->
 
 
 def _reference(source: ObjectSource, older: LayerVersion) -> StoredObject | None:
-    """Return the exact masters in *older*, or those that it refers to, of the very slices of *source*."""
+    """Return the exact masters of the same slices as *source*, from *older* or from what it refers to."""
     masters = (candidate for candidate in older.objects if candidate.kind is Kind.MASTER)
     for stored in (*older.references, *masters):
         # Where the older version is compact itself, the exact masters are those that it refers to.
@@ -51,7 +51,7 @@ def _reference(source: ObjectSource, older: LayerVersion) -> StoredObject | None
 
 
 def can_refer(layer: LayerSource, precision: Precision, older: LayerVersion) -> bool:
-    """Whether *layer* can be kept in *precision*: if that takes differences, *older* has all that they refer to."""
+    """Whether *layer* can be kept in *precision*: if that takes differences, *older* must have all they refer to."""
     return older.cut == layer.cut and all(
         source.kind is not Kind.MASTER or not precision.master or _reference(source, older) for source in layer.objects
     )
@@ -72,10 +72,10 @@ class CompactLayers:
 
     precision: Precision
     older: Mapping[str, LayerVersion]
-    """An older version of each that differences can refer to, directly or by what it refers to itself."""
+    """For each of them, an older version that differences can refer to, directly or through its own references."""
 
     def plan(self, layer: str, source: ObjectSource) -> Compact | None:
-        """Return how *source*, of *layer*, is kept; None if as it is."""
+        """Return how *source*, an object of *layer*, is kept; None if exactly."""
         return _compact(source, self.precision, self.older[layer]) if layer in self.older else None
 
     def references(self, layer: str) -> tuple[StoredObject, ...]:
@@ -88,17 +88,17 @@ def referable(
     repo: Repository, place: NextCommit, *, shard: int | None, world_size: int
 ) -> tuple[dict[str, LayerVersion], list[str]]:
     """
-    Return what differences can refer to of the layers inherited at *place*, and the layers cut otherwise.
+    Return what differences can refer to, for the layers inherited at *place*, and the layers that were cut differently.
 
-    *shard* is the only one of each layer that this rank writes; None if it may write any.
+    *shard* is the only shard of each layer that this rank writes; None if it may write any.
 
-    A version is left out if the store has lost any of its objects; where a rank knows its own alone, others may differ.
+    A version is left out if the store has lost any of its objects; ranks that know only their own may differ.
     """
     referred, others = {}, []
     for layer, entry in place.inherited.items():
         with suppress(LayerstoreError):  # damaged: the layer is kept exactly
             version = repo.whole_version_of(entry)
-            # Another number of ranks has cut its slices elsewhere, so that none would be alike.
+            # Another number of ranks has cut the slices elsewhere, so none would match.
             if version is not None and version.world_size != world_size:
                 others.append(layer)
             elif version is not None:
@@ -107,7 +107,7 @@ def referable(
 
 
 def _of_shard(version: LayerVersion, shard: int | None) -> LayerVersion:
-    """Return *version* with masters alone, and without those of other ranks, which are many."""
+    """Return *version* with only its masters, and without the many that belong to other ranks."""
     return replace(
         version,
         objects=tuple(
@@ -129,12 +129,12 @@ class ObjectEncoding:
         """Their checksums become known one after the other."""
         self.reference = how.reference
         self.losses: dict[str, Error] = {}
-        """By the state of the optimizer; empty for masters."""
+        """By optimizer state; the key is empty for masters."""
         self._name = self.reference.id if self.reference else ""
         self._frame, _ = coded_frame(self.tensors, reference=self._name)
         self._offsets = frame(self.tensors).offsets
         self._objects = objects
-        # Read anyway, so hashed on the way: nobody could decode a difference to bytes that have rotted.
+        # The reference is read anyway, so hash it on the way: nobody could decode a difference to rotten bytes.
         self._hashing = Hashing([self.reference.ref] if self.reference else [])
         self._file = objects.open(self.reference.ref) if self.reference else None
         self._decoded = memoryview(b"")
@@ -150,7 +150,7 @@ class ObjectEncoding:
         return self._frame.size_bytes
 
     def slice(self, number: int, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield the bytes of the slice *number*, which is *chunks*: its codes, then its scales."""
+        """Yield what is stored of the slice *number*, whose bytes are *chunks*: if coded, codes and then scales."""
         tensor, checksum = self.tensors[number], 0
         if not tensor.coding:
             for chunk in chunks:
@@ -161,12 +161,12 @@ class ObjectEncoding:
             for values in _whole_blocks(chunks):
                 decoded = self._room(len(values))
                 coded = self._coded(number, values, offset, decoded)
-                # Of what a reader will get, which coding has made other than what was in memory.
+                # Of what a reader will get: coding has changed it from what was in memory.
                 checksum = crc32(decoded, checksum)
                 offset += len(values)
                 scales.append(coded.scales)
                 yield coded.codes
-            # Held back: in the file, the scales of a slice follow all of its codes, and it is written front to back.
+            # Held back: the file is written front to back, and has a slice's scales after all of its codes.
             yield from scales
         self.tensors[number] = replace(tensor, crc32=checksum)
 
@@ -188,7 +188,7 @@ class ObjectEncoding:
         return coded
 
     def _room(self, size_bytes: int) -> memoryview:
-        """Return room for what is decoded, the same for all chunks."""
+        """Return the buffer for decoded bytes, which all chunks share."""
         if len(self._decoded) < size_bytes:
             self._decoded = memoryview(bytearray(size_bytes))
         return self._decoded[:size_bytes]
@@ -226,7 +226,7 @@ def _uncoded(part: SliceSource, coding: str) -> StoredTensor:
 
 
 def _whole_blocks(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes of *chunks*, which may be cut anywhere, in runs of whole blocks and, at last, the rest."""
+    """Yield the bytes of *chunks*, which may be cut anywhere, in runs of whole blocks and, finally, the rest."""
     block_bytes, left = BLOCK * _ITEM_BYTES, b""
     for chunk in chunks:
         data = memoryview(left + bytes(chunk)) if left else chunk

@@ -109,7 +109,7 @@ class SourceReader:
         """Fill each buffer with the bytes of its place; adjacent ones are read in one call."""
         together: list[memoryview] = []
         before, begin, end = None, 0, 0
-        # Almost always of one file, whose path is then one object.
+        # Almost always of one file, and then all paths are the same object.
         for path, offset, buffer in sorted(places, key=itemgetter(1)):
             if before is not None and (offset != end or path is not before or len(together) == _READ_TOGETHER_MAX):
                 self._file(before).read_each(together, begin)
@@ -190,7 +190,7 @@ class Checksums:
                 )
 
     def _parts(self, located: Located, starts: list[int], reader: SourceReader) -> Iterator[tuple[int, int]]:
-        """Yield checksum and size of the stretches that make up *located*; *starts* are those known of its file."""
+        """Yield checksum and size of the stretches that make up *located*; *starts* are its file's known offsets."""
         path, position = located.path, located.offset_bytes
         end = position + located.size_bytes
         for offset in starts[bisect_left(starts, position) : bisect_left(starts, end)]:
@@ -227,7 +227,7 @@ class _Inspected:
 
 
 class Staging:
-    """One checkpoint's way into a store."""
+    """Puts one checkpoint into a store."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class Staging:
         return self.object(source, witness) if how is None else self.compact(source, how, witness)
 
     def compact(self, source: ObjectSource, how: Compact, witness: Witness | None = None) -> StoredObject:
-        """Stage the slices of *source* coded; the object that they refer to is claimed."""
+        """Stage the slices of *source* in coded form, and claim the object that they refer to."""
         with closing(ObjectEncoding(source, how, self._writer.store)) as encoding, ExitStack() as stack:
             if encoding.reference is not None and not self._writer.refer(encoding.reference.ref):
                 raise Overtaken(
@@ -344,7 +344,7 @@ class Staging:
         data = encode_blob(state)
         if len(data) > BLOB_BYTES_MAX:
             raise Unsupported(
-                f"{self._source}: what is not a layer takes {len(data)} bytes in small pieces, "
+                f"{self._source}: all that is not a layer takes {len(data)} bytes in small pieces, "
                 f"at most {BLOB_BYTES_MAX} are supported",
                 hint="are there thousands of small files in the checkpoint's folder that do not belong to it?",
             )
@@ -374,7 +374,7 @@ class Staging:
         Stage the object of *slices*, unless the store has it.
 
         Its name is known only after all bytes were read. Small objects stay in memory until then. A large object that
-        is likely to be new is written as it is read. One that is likely to be in the store is only read; if it has to
+        is likely to be new is written as it is read. One that is likely to be in the store is only read; if it must
         be written after all, it is read again, usually from the page cache.
         """
         framing = frame(slices)
@@ -382,7 +382,7 @@ class Staging:
             return self._staged_at_once(framing, slices, witness)
         if not self._reads_once and self._likely_known.get(kind, self._known_before):
             inspected = self._inspect(slices, witness)
-            # If the guess was wrong, it is read again; its bytes must then hash alike, or the source has changed.
+            # If the guess was wrong, it is read again; its bytes must hash the same, or the source has changed.
             is_known = self._writer.spares_writing(inspected.ref)
             if not is_known:
                 self._writer.stage(inspected.ref, self._content(slices))
@@ -398,7 +398,7 @@ class Staging:
         """Stage a small object as one piece of memory."""
         if not hasattr(self._local, "memory"):
             self._local.memory = memoryview(bytearray(SMALL_OBJECT_BYTES))
-        # One buffer for each thread, reused for every object: `put` has written it once it returns.
+        # One buffer for each thread, reused for every object: it is free again once `put` returns.
         data: memoryview = self._local.memory[: framing.size_bytes]
         data[: len(framing.header)] = framing.header
         places = [

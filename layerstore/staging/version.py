@@ -1,8 +1,8 @@
 """
-The version of a layer: what names its objects, made by one process or joined from what many ranks have packed.
+The version of a layer, which names its objects: made by one process, or joined from what many ranks have packed.
 
-A rank packs what describes its own slices, so that the rank that commits only puts a million descriptions one after
-another.
+A rank packs the descriptions of its own slices, so that the rank that commits only has to concatenate a million of
+them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ def stage_version(
     """
     Stage the version of *layer* that consists of *objects*, which are put into canonical order.
 
-    *references* are those of older versions that they may refer to.
+    *references* are objects of older versions that they may refer to.
     """
     return join_version(writer, layer, map(pack_object, objects), map(pack_object, references), world_size=world_size)
 
@@ -45,7 +45,7 @@ def join_version(
     world_size: int,
 ) -> BlobRef:
     """Do as `stage_version` does, with what several ranks have packed."""
-    # One order, whoever staged them: a version is named by the hash of its blob.
+    # The same order, no matter who staged them: a version is named by the hash of its blob.
     objects = sorted(objects, key=lambda packed: (_KINDS.index(packed.kind), packed.shards, packed.shard))
     referred = {packed.reference for packed in objects}
     version = LayerVersion(
@@ -56,7 +56,7 @@ def join_version(
         objects=(),
         cut=layer.cut,
     )
-    # No others: whatever a version names is kept for as long as the version.
+    # Only these: whatever a version names is kept for as long as the version.
     older = sorted((packed for packed in references if packed.id in referred), key=attrgetter("shard"))
     data = encode_blob(version, objects, older)
     ref = ref_of(data)
@@ -65,7 +65,7 @@ def join_version(
 
 
 def layer_part(layer: str, objects: Iterable[StoredObject], compact: CompactLayers, staging: Staging) -> LayerPart:
-    """Return one rank's part of *layer*, of which it has staged *objects*."""
+    """Return one rank's part of *layer*, made of the *objects* that it has staged."""
     objects = tuple(objects)
     referred = {stored.reference for stored in objects}
     return LayerPart(

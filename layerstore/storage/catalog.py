@@ -30,7 +30,7 @@ from layerstore.units import short_id
 
 Answer = TypeVar("Answer")
 
-# How many records are read and then indexed at once: a first look that is interrupted keeps what it has done.
+# How many records are read before they are indexed: an interrupted first scan keeps the batches that it finished.
 _BATCH = 256
 
 # How many vanished commits are named; the others are only counted.
@@ -76,7 +76,7 @@ class RunView:
         return self.visible[-1] if self.visible else None
 
     def newer_than(self, row: RecordRow | None) -> list[RecordRow]:
-        """Return the visible commits that come after *row*, which may be another store's; all if it is None."""
+        """Return the visible commits after *row*, which may come from another store; all of them if it is None."""
         return self.visible[0 if row is None else bisect_right(self.visible, _PLACE(row), key=_PLACE) :]
 
     @cached_property
@@ -118,10 +118,10 @@ class RunView:
 
     def history(self, attempt: int, *, step: int | None = None) -> Iterator[RecordRow]:
         """
-        Yield the visible commits of *attempt*, newest first, then those of its ancestors below each fork.
+        Yield the visible commits of *attempt*, newest first, then those of its ancestors up to each fork.
 
-        With *step*, the history begins at that step or below. If a step has two commits, both are yielded. It is lazy,
-        so a caller may stop at any point.
+        With *step*, the history begins at that step or below. If a step has two commits, both are yielded. The iterator
+        is lazy, so a caller may stop at any point.
         """
         # No reversed copies: most callers take one of 10,000.
         segments = [map(rows.__getitem__, range(end - 1, -1, -1)) for rows, end in self._segments(attempt, step)]
@@ -130,8 +130,7 @@ class RunView:
 
     def number_at(self, attempt: int, step: int, *, default: RecordRow) -> int:
         """
-        Return the number of the save at *step* in *attempt*'s history, counting up by step from the oldest save's
-        number.
+        Return the number of the save at *step* in *attempt*'s history, counted by step from the oldest save's number.
 
         If nothing is visible there, return the number of *default*.
         """
@@ -145,7 +144,7 @@ class RunView:
         """
         Return the visible commits of *attempt* and of each of its ancestors.
 
-        Each list comes with the number of its commits that are up to *step* and below the fork.
+        Each list comes with the number of its commits up to *step* and up to the fork.
         """
         segments = []
         below: int | None = step
@@ -199,7 +198,7 @@ class Catalog:
     """Answers about runs and commits."""
 
     def __init__(self, records: RecordStore, *, directory: Path, store_id: str, is_mirror: bool = False) -> None:
-        """Make them for a store; in a mirror, any process may take records away that its remote no longer has."""
+        """Make the catalog of a store; in a mirror, any process may remove records that the remote no longer has."""
         self._records = records
         self._is_mirror = is_mirror
         self._directory = directory
@@ -251,7 +250,7 @@ class Catalog:
             if self._index is not None:
                 self._index.check_process()
             known = self._known.get(run)
-            # The folder does not show it when a damaged record is repaired in place.
+            # The folder's stamp does not change when a damaged record is repaired in place.
             if known is None or known.view.damaged or not self._is_as_it_was(known, run):
                 known = self._known[run] = self._compared(run, known)
             return known.view if known.rows or known.view.damaged else None
@@ -264,13 +263,13 @@ class Catalog:
         """Compare the names in the folder of *run* with the known rows."""
         # Read the index before listing: a commit published in between is then merely not indexed yet.
         rows = self.indexed(run) if before is None else before.rows
-        # Before the listing: a change in between shows by the stamp, and the folder is listed again.
+        # Take the stamp before the listing: if the folder changes in between, the stamp differs and it is listed again.
         stamp = self._records.stamp(run)
         names = set(self._records.listing(run))
         if before is not None:
             if not before.view.damaged and names - before.strangers == rows.keys():
                 return replace(before, stamp=stamp)
-            # The new records may have been indexed, by this process or another.
+            # The new records may be indexed already, by this process or another.
             new = (name_in(run, name) for name in names - rows.keys())
             rows = self.indexed(run, [name for name in new if name is not None]) | rows
         self._drop_rows(rows[name].name for name in rows.keys() - names)
@@ -299,7 +298,7 @@ class Catalog:
                     damaged[name] = exc
 
     def _drop_rows(self, names: Iterable[RecordName]) -> None:
-        """Drop the rows of the records *names*, which are gone; warn of those that nobody had dropped."""
+        """Drop the rows of the records *names*, which are gone; warn about the records that still had a row."""
         gone = sorted(names)
         dropped = self._with_index(lambda index: index.drop(gone)) if gone else None
         if dropped and not self._is_mirror:
@@ -318,7 +317,7 @@ class Catalog:
 
         Raises:
             IntegrityError: It is damaged.
-            NotFound: It was removed since it was found, by a collection, say.
+            NotFound: It was removed after it was found, for example by a collection.
         """
         with self._reporting_removal(name):
             return self._records.read(name)
@@ -340,15 +339,15 @@ class Catalog:
 
         Raises:
             IntegrityError: It is damaged, or has other entries.
-            NotFound: It was removed since it was found, by a collection, say.
+            NotFound: It was removed after it was found, for example by a collection.
         """
         with self._reporting_removal(name):
             actual = self._records.read_entries(name, {entry.layer for entry in entries})
         if any(actual.get(entry.layer) != entry for entry in entries):
             raise IntegrityError(
                 f"the record of {name.run}@{name.step} (commit {short_id(name.id)}) "
-                "does not say what was read of it before",
-                hint="layerstore reindex makes the index afresh",
+                "does not match what was read of it before",
+                hint="layerstore reindex rebuilds the index",
             )
 
     @contextlib.contextmanager
@@ -451,7 +450,7 @@ class Catalog:
             self._directory.rename(aside)
         except OSError:
             return False  # nothing there, or the store is read-only and its index stays unused
-        shutil.rmtree(aside, ignore_errors=True)  # what stays is a folder that nobody opens
+        shutil.rmtree(aside, ignore_errors=True)  # a leftover is a folder that nobody opens
         return True
 
 
@@ -479,5 +478,5 @@ def _not_made(problem: IndexUnusable, directory: Path) -> StorageIO:
         f"{problem}; no record is lost, and questions are answered without an index",
         errno=_errno_of(problem),
         filename=str(directory),
-        hint="make it possible there, or name another folder by LAYERSTORE_MANIFEST_DIR, and repeat the command",
+        hint="fix that, or set LAYERSTORE_MANIFEST_DIR to another folder, and repeat the command",
     )

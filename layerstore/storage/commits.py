@@ -36,13 +36,13 @@ from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.no_store import no_store_at
 
-# Records that are read to find out which store they belong to: few, as every command that fails reads them.
+# How many records are read to find out their store: few, since every command that fails this way reads them.
 _RECORDS_READ_MAX = 16
 
 
 def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
     """
-    Return the unchecked text of ``store.json``; *path* is how the user called the store.
+    Return the unchecked text of ``store.json``; *path* is the store's path as the user gave it.
 
     Raises:
         NoStore: There is none.
@@ -81,7 +81,7 @@ def lost_identity(path: Path, sign: str) -> IntegrityError:
     """Return the error for a store at *path* without ``store.json``; *sign* shows that there was one."""
     return IntegrityError(
         f"{path} holds {sign}, but its store.json is missing; nothing was changed",
-        hint="put back a copy of store.json; it never changes after init, but by a migration",
+        hint="put back a copy of store.json; only a migration changes it after init",
     )
 
 
@@ -97,7 +97,7 @@ def _stated(files: Files, path: Path) -> str | None:
     try:
         return stated_store(files.read(path, size_bytes_max=RECORD_BYTES_MAX))
     except LayerstoreError:
-        return None  # damaged, or anybody's: the others decide
+        return None  # damaged, or not a record: the others decide
 
 
 def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
@@ -146,7 +146,7 @@ class RecordStore:
         """The text of ``store.json`` as it was last checked, and its unknown flags."""
 
     def refresh(self, *, run: str | None = None) -> frozenset[str]:
-        """Read again what is somewhere else, of *run* or all: nothing, but for a bucket's mirror."""
+        """Reread the records of *run*, or of all runs, from the bucket that this mirrors; here there is none."""
         del run
         return frozenset()
 
@@ -201,7 +201,7 @@ class RecordStore:
         yield from self.listed_in(self._layout.commits)
 
     def listed_in(self, runs: Path) -> Iterator[RecordName | Path]:
-        """Yield the same of *runs*, whose folders hold records; nothing if it does not exist."""
+        """Yield the same for the folder *runs*, whose subfolders hold records; nothing if it does not exist."""
         for run in self._files.names_there(runs):
             folder = runs / run
             if is_name(run) and self._files.is_directory(folder):
@@ -210,7 +210,7 @@ class RecordStore:
                 yield folder
 
     def strangers(self) -> Iterator[Path]:
-        """Yield the path of everything in ``commits/`` and ``pins/`` that is not a record or pin by its name."""
+        """Yield the path of everything in ``commits/`` and ``pins/`` that is not named like a record or pin."""
         for listed in (*self.listed(), *self.listed_pins()):
             if isinstance(listed, Path):
                 yield listed
@@ -267,12 +267,12 @@ class RecordStore:
         return self._layout.record(name.run, name.step, name.id)
 
     def is_there(self, name: RecordName) -> bool:
-        """Whether this host sees a file at the place of the record *name*; see `is_listed`."""
+        """Whether this host sees a file at the path of the record *name*; see `is_listed`."""
         return self._files.exists(self._path(name))
 
     def is_listed(self, name: RecordName) -> bool:
         """
-        Whether the folder lists the record *name* now, so that it was neither dropped nor collected.
+        Whether the folder lists the record *name* now, which means that it was neither dropped nor collected.
 
         A client of a network filesystem may see a file for a minute after another host has removed it.
         """
@@ -317,7 +317,7 @@ class RecordStore:
         target = self._path(self.name_of(commit))
         self._files.make_directory(target.parent)
         with self._files.temporary(self._layout.tmp, self.encode(commit)) as source:
-            # Before others see the file: `withdraw` must not remove one that another writer has put there since.
+            # Taken before others see the file: `withdraw` must not remove a file that another writer puts there later.
             identity = self._files.identity(source)
             if not self._files.link_exclusive(source, target):
                 identity = None
@@ -331,7 +331,7 @@ class RecordStore:
                 f"{self._layout.name(target)} is published, but its durability is not confirmed: {exc}",
                 errno=exc.errno,
                 filename=exc.filename,
-                hint="repeat the command once the disk is well",
+                hint="repeat the command once the disk works again",
             ) from exc
         self._look_again(self._layout.name(target))
         return identity
@@ -380,7 +380,7 @@ class RecordStore:
             self.check_store()
         except Unsupported as exc:
             raise Unsupported(
-                f"the store was migrated while {name} was written; whether it came along is not known",
+                f"the store was migrated while {name} was written; whether the migration included it is not known",
                 hint="save it again with the layerstore that reads this store now",
             ) from exc
 
@@ -389,7 +389,7 @@ class RecordStore:
         self.check_store()
         for name in names:
             self._files.unlink(self._path(name))
-        # Once for each run. Records that a power cut brings back are whole: objects go only after this.
+        # Sync once for each run. A record that a power cut brings back is whole: objects are removed only after this.
         for run in {name.run for name in names}:
             self._files.sync_directory(self._layout.run(run))
 
@@ -429,7 +429,7 @@ class RecordStore:
         return NotFound(f"there is no pin {name!r}", hint=did_you_mean(meant, else_="layerstore pin --list"))
 
     def pins(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Pin | LayerstoreError]]:
-        """Yield every pin, or those of *names*, or what is wrong with it; skip those deleted meanwhile."""
+        """Yield each pin, or each of *names*, by name, or what is wrong with it; skip those deleted meanwhile."""
         for name in self.pin_names() if names is None else names:
             pin: Pin | LayerstoreError
             try:

@@ -1,7 +1,7 @@
 """
 Coded objects, read as if they were plain: every read decodes the blocks that it touches.
 
-Offsets are those of the plain object with the same tensors, so readers need not know that an object is coded. Nothing
+Offsets refer to the plain object with the same tensors, so readers need not know that an object is coded. Nothing
 decoded is kept, and the bytes of a coded object are checked against its name like any other's.
 """
 
@@ -26,7 +26,7 @@ _ITEM_BYTES = 4  # only fp32 is coded
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the parts of one coded tensor are in the file, and where its bytes would be in a plain one."""
+    """Where the parts of one coded tensor are in the file, and where its bytes would be in a plain file."""
 
     tensor: StoredTensor
     begin: int
@@ -37,7 +37,7 @@ class _Layout:
         return self.begin + slice_bytes(self.tensor)
 
     def stretches(self, first: int, last: int) -> Iterator[Stretch]:
-        """Yield what has to be read of the file for the elements *first* to *last*."""
+        """Yield the stretches of the file that hold the elements *first* to *last*."""
         item_bytes = by_code(self.tensor.dtype).bytes
         if not self.tensor.coding:
             yield self.parts[0] + first * item_bytes, self.parts[0] + last * item_bytes
@@ -51,16 +51,16 @@ class _Layout:
 # Without slots: a cached property needs a __dict__.
 @dataclass(frozen=True)
 class CodedObject:
-    """A coded object, and the object that its differences add to."""
+    """A coded object, and the object to which its differences are added."""
 
     stored: StoredObject
     reference: StoredObject | None
 
     @cached_property
     def layouts(self) -> "list[_Layout]":
-        """Where its tensors are, in order."""
+        """Where each of its tensors is, in order."""
         plain = frame(self.stored.tensors)
-        # What it refers to has the same slices, uncoded, so its file is as large as ours would be.
+        # The reference has the same slices, uncoded, so it must be as large as this object would be if plain.
         if self.reference is not None and self.reference.size_bytes != plain.size_bytes:
             raise IntegrityError(f"object {self.reference.id} is listed with a size that its tensors do not have")
         file, first = coded_frame(self.stored.tensors, reference=self.stored.reference)
@@ -71,7 +71,7 @@ class CodedObject:
         ]
 
     def stretches(self, plain: Iterable[Stretch]) -> dict[BlobRef, list[Stretch]]:
-        """Return what has to be read, by object, for some stretches of the *plain* object."""
+        """Return the stretches to read, by object, for the stretches *plain* of the plain object."""
         stretches: dict[BlobRef, list[Stretch]] = {self.stored.ref: []}
         for begin, end in plain:
             for layout in self.layouts:
@@ -100,7 +100,7 @@ class CodedObject:
 
 
 def coded_objects(version: LayerVersion) -> dict[BlobRef, CodedObject]:
-    """Return the coded objects of *version*, which names what they refer to."""
+    """Return the coded objects of *version*, each with the object that it refers to, which *version* names too."""
     references: dict[str, StoredObject] = {stored.id: stored for stored in version.references}
     return {
         stored.ref: CodedObject(stored, references[stored.reference] if stored.reference else None)
@@ -110,7 +110,7 @@ def coded_objects(version: LayerVersion) -> dict[BlobRef, CodedObject]:
 
 
 def _blocks(layout: _Layout, begin: int, end: int) -> tuple[int, int]:
-    """Return the elements of whole blocks of *layout* that the bytes *begin* to *end* touch."""
+    """Return the range of elements of *layout*, in whole blocks, that covers the bytes *begin* to *end*."""
     begin, end = max(begin, layout.begin), min(end, layout.end)
     if begin >= end:
         return 0, 0
@@ -120,10 +120,10 @@ def _blocks(layout: _Layout, begin: int, end: int) -> tuple[int, int]:
 
 
 class DecodedFile(OpenFile):
-    """A coded object that is open for reading as the plain one."""
+    """An open coded object that reads as if it were plain."""
 
     def __init__(self, coded: CodedObject, file: OpenFile, reference: OpenFile | None) -> None:
-        # Without a descriptor the kernel cannot copy from it, so that it is read instead.
+        # No descriptor: callers then read from this object, instead of letting the kernel copy the coded bytes.
         super().__init__(file.path, -1, frame(coded.stored.tensors).size_bytes)
         self._file = file
         self._reference = reference
@@ -145,12 +145,12 @@ class DecodedFile(OpenFile):
             at += offset == layout.end
 
     def _decode(self, layout: _Layout, view: memoryview, offset: int) -> None:
-        """Fill *view* from *offset*, which is of the tensor at *layout*."""
+        """Fill *view* from *offset*, which lies in the tensor of *layout*."""
         first, last = _blocks(layout, offset, offset + len(view))
         start = offset - layout.begin - first * _ITEM_BYTES
         size_bytes = (last - first) * _ITEM_BYTES
         parts = [self._file.read_at(begin, end - begin) for begin, end in layout.stretches(first, last)]
-        # A reader may ask for a part of a block, but scales hold for whole ones: decode those, and copy the part out.
+        # A reader may ask for part of a block, but scales apply to whole blocks: decode those, and copy the part out.
         is_whole = len(view) == size_bytes
         out = view if is_whole else memoryview(bytearray(size_bytes))
         coding = CODINGS[layout.tensor.coding]
@@ -163,7 +163,7 @@ class DecodedFile(OpenFile):
             view[:] = out[start : start + len(view)]
 
     def close(self) -> None:
-        """Close what it reads; twice is harmless."""
+        """Close the files that it reads; calling it twice is harmless."""
         self._file.close()
         if self._reference is not None:
             self._reference.close()

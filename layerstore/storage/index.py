@@ -1,11 +1,11 @@
 """
 The index: one row per commit, enough to plan a composite without reading a record.
 
-It is never the truth. Every value has a checksum, the index can be rebuilt from the records at any time, and no answer
-depends on a row being there, so damage costs only time.
+It is never the source of truth. Every value has a checksum, the index can be rebuilt from the records at any time, and
+no answer depends on a row being there, so damage costs only time.
 
 Entries (docs/reference/format.md, section 7):
-    header              which store, schema and format this index is of
+    header              the store, schema and format of this index
     layers/DIGEST       layer names and a lineage that rows share
     run/RUN             the name of the run that hashes to RUN
     step/RUN STEP ID    the row of one commit
@@ -44,7 +44,7 @@ _LAYERS = b"layers/"
 _RUN = b"run/"
 # Sorts last, so that the rows of a long run are appended, which fills LMDB's pages.
 _STEP = b"step/"
-# Big-endian: LMDB compares keys byte by byte, and a run's rows are to lie in the order of steps.
+# Big-endian: LMDB compares keys byte by byte, and a run's rows must be in the order of steps.
 _ROW_KEY = struct.Struct(f">{len(_STEP)}s{DIGEST_BYTES}sQ{DIGEST_BYTES}s")
 # Attempt, save number, digest of the model (layers' names and lineage), count of superseded commits.
 _ROW_HEAD = struct.Struct(f">QQ{DIGEST_BYTES}sI")
@@ -69,7 +69,7 @@ class RecordRow(NamedTuple):
     layer_names: tuple[str, ...]
     """In the model's order; rows with the same names share one tuple."""
     versions: bytes
-    """Each layer's version and origin, packed, since few rows are asked for them."""
+    """Each layer's version and origin; kept packed, since few rows need them."""
 
     @property
     def name(self) -> RecordName:
@@ -83,7 +83,7 @@ class RecordRow(NamedTuple):
 
     @property
     def version_ids(self) -> frozenset[bytes]:
-        """The digests of its layers' versions: much faster than its entries."""
+        """The digests of its layers' versions; much faster to get than its `entries`."""
         ids = _unpacked(self.versions)[0]
         return frozenset(ids[at : at + DIGEST_BYTES] for at in range(0, len(ids), DIGEST_BYTES))
 
@@ -186,7 +186,7 @@ class Index:
         Raises:
             IndexUnusable: It is damaged, belongs to another store or schema, or cannot be opened here.
         """
-        # It includes the format, so that a migration invalidates all old indexes, even on other nodes.
+        # The context includes the format, so that a migration invalidates all old indexes, even on other nodes.
         self._context = pack({"store": store_id, "schema": SCHEMA, "format": FORMAT})
         self._named: dict[bytes, _Named] = {}
         self._directory = directory
@@ -212,7 +212,7 @@ class Index:
 
     def rows(self, run: str, names: Iterable[RecordName] | None = None) -> dict[str, RecordRow]:
         """
-        Return the rows of *run* by record file name, or those of its records *names* that have one.
+        Return the rows of *run*, or only those of its records *names*, by record file name.
 
         Raises:
             IndexUnusable: One of them is damaged.
@@ -289,10 +289,10 @@ class Index:
         return dropped
 
     def _put(self, transaction: Any, key: bytes, payload: bytes) -> None:
-        # Whatever is there is the same: keys are hashes, or name records that never change.
+        # An existing value is the same: keys are hashes, or name records that never change.
         if transaction.get(key) is None:
             sealed = self._sealed(key, payload)
-            # Append if possible: LMDB then fills its pages, and an index has half as many.
+            # Append if possible: LMDB then fills its pages, and the index needs half as many.
             if not transaction.put(key, sealed, append=True):
                 transaction.put(key, sealed)
 
@@ -409,7 +409,7 @@ def engine_version() -> str:
 def index_problem(folder: Path) -> str | None:
     """Try to make, write and read an index in *folder*; return what fails, None if nothing does."""
     try:
-        for _ in range(2):  # made with a header, which opening it again reads
+        for _ in range(2):  # the first makes it with a header, which the second reads
             Index(folder / "index", store_id="a trial").close()
     except IndexUnusable as exc:
         return str(exc)
@@ -440,7 +440,7 @@ def _acquire(directory: Path) -> _OpenIndex:
             raise IndexUnusable(f"the index folder cannot be used: {exc}") from exc
         identity = (state.st_dev, state.st_ino)
         opened = _open_environments.get(identity)
-        if opened is None or opened.pid != os.getpid():  # one that came over a fork is the parent's
+        if opened is None or opened.pid != os.getpid():  # one inherited over a fork is the parent's
             is_read_only = not os.access(directory, os.W_OK)
             opened = _OpenIndex(_open_environment(directory, read_only=is_read_only), is_read_only)
             _open_environments[identity] = opened

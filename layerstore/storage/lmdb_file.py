@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 from layerstore.limits import PAGE_BYTES
 
-_LOCK_FILE_BYTES = 2 * PAGE_BYTES  # of LMDB's 126 readers, 64 bytes each, after 128
-# Only a commit of another process spoils a try.
+_LOCK_FILE_BYTES = 2 * PAGE_BYTES  # 128 bytes, then 64 for each of LMDB's 126 readers
+# A try fails only if another process commits during it.
 _TRIES = 20
 
 _METAS = 2
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 _NO_ROOT = 2**64 - 1
-_DEPTH_MAX = 32  # LMDB's own: a cursor has room for no more
+_DEPTH_MAX = 32  # LMDB's own limit: a cursor has room for no more
 _NODE_IS_LARGE = 1
 # Flags of LMDB's table of free pages, whose keys are integers, and of our table: no duplicate keys, no named tables.
 _FREE_FLAGS, _MAIN_FLAGS = 8, 0
@@ -53,7 +53,7 @@ class TableEntry(NamedTuple):
 
 
 class _Unsound(Exception):
-    """Something is not the way LMDB leaves it."""
+    """Something is not as LMDB writes it."""
 
 
 def preallocate_lock_file(path: Path) -> None:
@@ -71,7 +71,7 @@ def problem_in(path: Path) -> str | None:
     for _ in range(_TRIES):
         before = _meta_pages(path)
         problem = _problem_now(path)
-        # Trust the verdict only if no other process has committed meanwhile: pages are reused only after that.
+        # Believe a problem only if no other process committed during the check: pages are reused only after that.
         if problem is None or _meta_pages(path) == before:
             return problem
     return None
@@ -121,7 +121,7 @@ class _Check:
 
     def run(self) -> None:
         """Raise _Unsound if anything is wrong."""
-        # Of the two meta pages, that of the later transaction counts.
+        # The meta page of the later transaction counts.
         last_page, _, free, main = max(map(self._meta, range(_METAS)), key=lambda meta: meta[1])
         if not _METAS - 1 <= last_page < self._end:
             raise _Unsound("it was cut short")
@@ -144,7 +144,7 @@ class _Check:
             and fields[5:7] == (_MAGIC, _VERSION)
             and (free.padding, free.flags) == (PAGE_BYTES, _FREE_FLAGS)
             and (main.padding, main.flags) == (0, _MAIN_FLAGS)
-            # LMDB writes the two in turn.
+            # LMDB writes the two meta pages in turn.
             and (not txn or txn % _METAS == page)
         )
         if not is_sound:
@@ -155,7 +155,7 @@ class _Check:
         """Mark *pages* as used or free; raise if one was marked before."""
         for page in pages:
             if not _METAS <= page < self._end or self._is_taken[page]:
-                raise _Unsound(f"page {page} is used twice, or is not there")
+                raise _Unsound(f"page {page} is used twice, or does not exist")
             self._is_taken[page] = 1
 
     def _walk(self, tree: TableEntry, *, is_free: bool, lists: list[bytes]) -> None:
@@ -163,7 +163,7 @@ class _Check:
         level = [] if tree.root == _NO_ROOT else [tree.root]
         if tree.depth > _DEPTH_MAX or bool(tree.depth) != bool(level):
             raise _Unsound("a table's depth is wrong")
-        # Level by level: a page that leads back up is met again, which `_take` refuses, so this ends.
+        # Level by level: a page that leads back up is met twice, which `_take` refuses, so this terminates.
         branches = 0
         for _ in range(tree.depth - 1):
             branches += len(level)
@@ -186,15 +186,15 @@ class _Check:
                 if is_free:
                     lists.append(self._data[begin : begin + value_bytes])
         if (branches, len(level), overflows, entries) != tree[3:7]:
-            raise _Unsound("a table has other pages or entries than it says")
+            raise _Unsound("a table does not have the pages or entries that it states")
 
     def _nodes(self, page: int, kind: int, *, is_free: bool) -> list[tuple[int, int, int, bytes]]:
-        """Return each node on *page*, which is of *kind*: its position, size of the value, flags and key."""
+        """Return each node on *page*, which must be of *kind*: its position, size of the value, flags and key."""
         lower, upper, start = self._lower[page], self._upper[page], page * PAGE_BYTES
         if self._numbers[page] != page or self._flags[page] != kind:
             raise _Unsound(f"page {page} is not what it is used as")
         if not _HEADER.size < lower <= upper <= PAGE_BYTES or lower % 2:
-            raise _Unsound(f"page {page} has bounds that cannot be")
+            raise _Unsound(f"page {page} has impossible bounds")
         nodes = []
         for place in range((start + _HEADER.size) // 2, (start + lower) // 2):
             offset = self._halves[place]
@@ -225,7 +225,7 @@ class _Check:
         (first,) = _NUMBER.unpack_from(self._data, at)
         count = (_HEADER.size + value_bytes - 1) // PAGE_BYTES + 1
         self._take(range(first, first + count))
-        # An overflow page states how many there are where other pages have their bounds.
+        # An overflow page states the number of pages where other pages have their bounds.
         stated = self._lower[first] | self._upper[first] << 16
         if (self._numbers[first], self._flags[first], stated) != (first, _OVERFLOW, count):
             raise _Unsound(f"page {first} is not what it is used as")

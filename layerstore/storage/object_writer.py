@@ -21,7 +21,7 @@ from layerstore.model import BlobRef, ObjectId
 from layerstore.storage.objects import ObjectStore, check_hash, check_size, read_chunks
 
 _FRESH_SECONDS = 60.0
-"""A file that was written so lately need not be touched: it is young for minutes."""
+"""A file written this recently need not be touched: it stays young for minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Staged:
     """New objects, each with its file in ``tmp/``."""
     reused: tuple[BlobRef, ...]
     referred: tuple[BlobRef, ...]
-    """What coded ones refer to."""
+    """The objects that coded objects refer to."""
     damaged: tuple[BlobRef, ...]
 
 
@@ -93,7 +93,7 @@ class ObjectWriter:
 
     @property
     def damaged(self) -> list[BlobRef]:
-        """Objects in the store that turned out damaged; staged ones replace them."""
+        """Objects in the store that turned out to be damaged; staged ones replace them."""
         return list(self._damaged.values())
 
     def reuse(self, ref: BlobRef) -> bool:
@@ -113,7 +113,7 @@ class ObjectWriter:
         is_there = self.put_back(ref)
         if is_there:
             with self._guard:
-                # Apart from what is reused, whose bytes count as this save's.
+                # Kept apart from reused objects, whose bytes count as this save's.
                 self._referred[ref.id] = ref
         return is_there
 
@@ -137,7 +137,7 @@ class ObjectWriter:
         return bool(is_sound) and self._claimed_as_reused(ref)
 
     def _is_sound(self, ref: BlobRef) -> bool | None:
-        """Whether *ref*, which is read, is sound in the store; None if it is not there."""
+        """Read *ref* in the store; return whether it is sound, None if it is not there."""
         home = self._layout.object(ref.id)
         try:
             return self.store.is_sound(home, ref) if self.put_back(ref) else None
@@ -148,7 +148,7 @@ class ObjectWriter:
 
     @property
     def _found(self) -> tuple[BlobRef, ...]:
-        """What was in the store before."""
+        """The claimed objects that the store already had."""
         return (*self._reused.values(), *self._referred.values())
 
     def _claimed_as_reused(self, ref: BlobRef) -> bool:
@@ -162,11 +162,11 @@ class ObjectWriter:
         """
         Claim everything that the version or state blob *ref* names, for a record that inherits it.
 
-        A collection keeps what a young blob names. False if the blob is not in its place: a collection may be removing
-        its objects, so each must be reused separately.
+        A collection keeps what a young blob names. Return False if the blob is not in its place: a collection may be
+        removing its objects, so each must be reused separately.
         """
         home = self._layout.object(ref.id)
-        # Touched first, then looked at, as in `reuse`.
+        # Touch first, then look, as in `reuse`.
         if not self._files.touch(home) or self._files.size(home) != ref.size_bytes:
             return False
         with self._guard:
@@ -182,7 +182,7 @@ class ObjectWriter:
         home = self._layout.object(ref.id)
         if not self._files.touch(home):
             aside = self._layout.aside / ref.id
-            # Touched before it is linked: a collection reads the time once more before it unlinks what lies aside.
+            # Touch before linking: a collection rereads the time right before it unlinks an object that lies aside.
             if not self._files.touch(aside):
                 return False
             self._files.make_directory(home.parent)
@@ -233,9 +233,9 @@ class ObjectWriter:
 
     def keep(self, draft: Draft, ref: BlobRef) -> bool:
         """
-        Stage *draft* as *ref*, unless the store or another draft has that; return whether it was new.
+        Stage *draft* as *ref*, unless the store or another draft has that object; return whether it was new.
 
-        It is synced in the background until `publish`; this raises if an earlier draft could not be synced.
+        The draft is synced in the background; `publish` waits for it. Raises if an earlier draft could not be synced.
         """
         return not self.spares_writing(ref) and self._keep(draft, ref)
 
@@ -243,7 +243,7 @@ class ObjectWriter:
         assert isinstance(draft, Stream), "it is a draft of ours"
         draft.finish()
         with self._guard:
-            # `discard` has gone through what was staged: what came after it would stay in ``tmp/``.
+            # `discard` removes what was staged before it: a file added later would stay in ``tmp/``.
             if self._is_over or ref.id in self._staged:
                 return False
             self._staged[ref.id] = ref, draft.file.path
@@ -263,7 +263,7 @@ class ObjectWriter:
 
     @property
     def staged(self) -> Staged:
-        """Return what was staged, durably, or found in the store so far."""
+        """The objects staged so far, now durable, and those found in the store."""
         self._syncing.wait()
         with self._guard:
             return Staged(
@@ -291,7 +291,7 @@ class ObjectWriter:
         """
         Make everything staged visible and durable, along with what is reused.
 
-        Once this returns, a power cut cannot lose any of it. If it raises, the store may have more unnamed objects.
+        Once this returns, a power cut cannot lose any of it. If it raises, the store may hold new unnamed objects.
 
         Raises:
             Overtaken: A reused object is gone: a collection or a repair has removed it.
@@ -311,12 +311,12 @@ class ObjectWriter:
         for folder in folders:
             if not self._files.is_directory(folder):
                 self._files.make_directory(folder, durable=False)
-        # The folders' own names, before anything is linked into them.
+        # Sync the folders' own names before anything is linked into them.
         self._files.sync_directory(self._layout.objects)
-        # In the order of staging: a blob, which promises that what it names is there, comes after that.
+        # In the order of staging: a blob promises that the objects it names are there, so it comes after them.
         for ref, path in self._staged.values():
-            # What was written long ago would be old, and so a collection's, the moment it is linked. When other
-            # processes wrote theirs is unknown.
+            # A file written long ago would be old, so a collection could take it, the moment it is linked. When
+            # other processes wrote theirs is unknown, so those are touched too.
             if hours_on() > self._written_at.get(ref.id, 0) + _FRESH_SECONDS:
                 self._files.touch(path)
             if ref.id in self._damaged:
@@ -333,7 +333,7 @@ class ObjectWriter:
             self._files.touch(target)
             size_bytes = self._files.size(target)
             if size_bytes is None:
-                # Taken aside by a collection just now.
+                # A collection has just moved it aside.
                 self._files.link_exclusive(source, target)
             else:
                 check_size(ref, size_bytes, target)
@@ -364,7 +364,7 @@ class ObjectWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Also after a success: the names in ``tmp/`` have served once `look_again` is done.
+        # After a success too: once `look_again` is done, the names in ``tmp/`` are no longer needed.
         self.discard()
 
     def discard(self) -> None:

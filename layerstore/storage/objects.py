@@ -42,14 +42,14 @@ def hashed(file: OpenFile) -> NameHasher:
 
 
 def _hash_until(end: int, file: OpenFile, hasher: NameHasher) -> None:
-    """Let *hasher*, which saw the beginning of *file*, see it up to *end*."""
+    """Feed *file* to *hasher*, from where it stopped, up to *end*."""
     if hasher.size_bytes < end:
         for data in read_chunks(file, hasher.size_bytes, end - hasher.size_bytes):
             hasher.update(data)
 
 
 def check_hash(ref: BlobRef, hasher: NameHasher) -> None:
-    """Raise IntegrityError unless what *hasher* saw is *ref*."""
+    """Raise IntegrityError unless the bytes that *hasher* saw match *ref*."""
     if hasher.id() != ref.id or hasher.size_bytes != ref.size_bytes:
         raise IntegrityError(
             f"object {ref.id} is damaged: its bytes hash to {hasher.id()}", hint=DAMAGED_HINT, object_id=ref.id
@@ -57,7 +57,7 @@ def check_hash(ref: BlobRef, hasher: NameHasher) -> None:
 
 
 def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
-    """Raise IntegrityError unless *path*, which has *size_bytes*, can be *ref*."""
+    """Raise IntegrityError unless *size_bytes*, the size of *path*, is that of *ref*."""
     if size_bytes != ref.size_bytes:
         raise IntegrityError(
             f"object {ref.id} is damaged: {path} has {size_bytes} bytes, expected {ref.size_bytes}",
@@ -69,7 +69,7 @@ def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
 
 
 class Hashing:
-    """Hashes objects while they are read, so that what is verified and used is read once."""
+    """Hashes objects while they are read, so that verifying and using them takes one read."""
 
     def __init__(self, refs: Iterable[BlobRef]) -> None:
         """Prepare to hash *refs*; others are only read."""
@@ -77,11 +77,11 @@ class Hashing:
 
     @property
     def refs(self) -> Set[BlobRef]:
-        """What it hashes."""
+        """The objects that it hashes."""
         return self._hashers.keys()
 
     def read_into(self, ref: BlobRef, file: OpenFile, buffer: memoryview, offset: int) -> None:
-        """Fill *buffer* from *offset* of *ref*, which *file* is. Going back reads bytes a second time."""
+        """Fill *buffer* from *offset* of *file*, the object *ref*; reading out of order reads some bytes twice."""
         hasher = self._hashers.get(ref)
         if hasher is not None:
             _hash_until(offset, file, hasher)
@@ -90,7 +90,7 @@ class Hashing:
             hasher.update(buffer)
 
     def check(self, objects: "ObjectStore") -> None:
-        """Read what is left of the objects; raise IntegrityError if one is damaged."""
+        """Read the rest of the objects; raise IntegrityError if one is damaged."""
         for ref, hasher in self._hashers.items():
             if hasher.size_bytes < ref.size_bytes:
                 with objects.open(ref) as file:
@@ -135,7 +135,7 @@ class ObjectStore:
         """Whether anything has the name of *ref* now, even if it is damaged."""
         try:
             return self.find_at_once(ref) is not None
-        except IntegrityError:  # of another size, or no file
+        except IntegrityError:  # of another size, or not a file
             return True
 
     def _first_present(self, ref: BlobRef, places: Iterable[Path]) -> Path | None:
@@ -147,10 +147,10 @@ class ObjectStore:
         return None
 
     def look_anew(self) -> None:
-        """Begin a question of many `check_there`: a bucket is listed once for it, and not again for each object."""
+        """Prepare for many calls of `check_there`: a bucket is listed once for all of them."""
 
     def check_there(self, ref: BlobRef) -> None:
-        """Raise IntegrityError unless *ref* is in its place or aside, in full size."""
+        """Raise IntegrityError unless *ref* is in its place or aside, with its full size."""
         if self.find(ref) is None:
             raise _missing(ref)
 
@@ -165,12 +165,12 @@ class ObjectStore:
         home = self._layout.object(object_id)
         yield home
         yield self._layout.aside / object_id
-        # In case it was linked back meanwhile.
+        # In case it was linked back in between.
         yield home
 
     @contextmanager
     def expected(self, refs: Iterable[BlobRef]) -> Iterator["ObjectStore"]:  # for remotes
-        """Yield the objects for one use of *refs*, in order: a remote fetches and verifies them ahead of the reader."""
+        """Yield a store for using *refs* once, in order: a remote fetches and verifies them ahead of the reader."""
         yield self
 
     def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
@@ -181,7 +181,7 @@ class ObjectStore:
 
     def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
         """
-        Open *ref* for reading; verifies only its size. The caller needs only *stretches* of it, or else all.
+        Open *ref* for reading *stretches* of it, or all; verifies only its size.
 
         Raises:
             IntegrityError: It is missing, has another size, or is not a regular file.
@@ -255,7 +255,7 @@ class ObjectStore:
         with self.open(ref) as file:
             if verify:
                 check_hash(ref, hashed(file))
-            # The open file, not its name: what is mapped is what was hashed.
+            # Map the open file, not its name, so that the bytes mapped are those hashed.
             return file.map()
 
     def on_disk(self, object_id: ObjectId) -> tuple[Hashable, int] | None:

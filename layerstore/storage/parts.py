@@ -1,8 +1,9 @@
 """
-Parts on disk: the share of each rank in a joint save, until one rank commits the save.
+Parts on disk: each rank's share of a joint save, until one rank commits the save.
 
-A part comes in two steps. As a draft, linked into its session's folder, only collections see it, and keep all that it
-names, which is durable by then. Renamed once its rank has looked at all of that, it is a part, and never withdrawn.
+A rank publishes its part in two steps. It first links a draft into the session's folder: only collections see it, and
+they keep all that it names, which is durable already. Once the rank has checked that all of this is still there, it
+renames the draft to a part, which is never withdrawn.
 """
 
 import re
@@ -38,25 +39,25 @@ class PartStore:
         return self._files.is_directory(self._layout.parts / session)
 
     def sees_session(self, session: str) -> bool:
-        """Whether the folder of *session*, which another rank made, is there; waits, as it may become visible late."""
+        """Whether the folder of *session* exists; waits, as a folder made by another rank may become visible late."""
         again = self._files.again(self._layout.parts / session)
         return self.has_session(session) or any(self.has_session(session) for _ in again)
 
     def ranks(self, session: str, save: int) -> set[int]:
-        """Return the ranks that have left a part of *save*; asked many times a minute, so it only looks at names."""
+        """Return the ranks that have left a part of *save*; called many times a minute, so it looks only at names."""
         named = map(_NAME.fullmatch, self._files.names_unsorted(self._layout.parts / session))
         return {int(match["rank"]) for match in named if match and match["save"] == f"{save}" and not match["draft"]}
 
     def publish(self, part: Part) -> None:
-        """Make *part* visible and durable; one that is there stands."""
+        """Make *part* visible and durable, unless it exists already."""
         self._link(part, self._path(part.session, part.save, part.rank))
 
     def draft(self, part: Part) -> None:
-        """Make *part* visible to collections alone, and durable."""
+        """Make a draft of *part*: durable, and visible only to collections."""
         self._link(part, self._draft(part.session, part.save, part.rank))
 
     def confirm(self, part: Part) -> None:
-        """Make the draft of *part* a part; raises StorageIO if a collection has removed it."""
+        """Turn the draft of *part* into a part; raises StorageIO if a collection has removed the draft."""
         place = part.session, part.save, part.rank
         self._files.rename(self._draft(*place), self._path(*place))
 
@@ -64,7 +65,7 @@ class PartStore:
         if not self.has_session(part.session):
             self.open_session(part.session)  # a collection removed the idle folder
         with self._files.temporary(self._layout.tmp, seal_part(part, store_id=self._store_id)) as source:
-            # If it is there already, it is the same part: its rank repeats what it has done.
+            # If the target exists, it is the same part: the rank is repeating its own work.
             self._files.link_exclusive(source, target)
         self._files.sync_directory(target.parent)
 
@@ -89,13 +90,13 @@ class PartStore:
                 yield folder
 
     def strangers(self) -> Iterator[Path]:
-        """Yield the path of everything in ``parts/`` that is not a session or part by its name."""
+        """Yield the path of everything in ``parts/`` that is not named like a session or part."""
         return (entry for entry in self.listed() if isinstance(entry, Path))
 
     def of_session(self, session: str) -> list[Part]:
         """Return the parts and drafts of *session*; raises IntegrityError if one is damaged."""
         parts = (
-            # A draft that was listed may be a part by now.
+            # A draft that was listed may have become a part since.
             self._read(path, session, save, rank) or self.find(session, save, rank)
             for path, save, rank in self._named(session)
         )
@@ -104,7 +105,7 @@ class PartStore:
     def _named(self, session: str) -> Iterator[tuple[Path, int, int]]:
         """Yield each part and draft of *session*: its path, save and rank."""
         folder = self._layout.parts / session
-        # Twice: a file that is renamed during a listing may be missing in it under both names.
+        # List twice: a file renamed during a listing may be missing from it under both names.
         names = {name for _ in range(2) for name in self._files.names_unsorted(folder)}
         for path in (folder / name for name in sorted(names)):
             if (match := _NAME.fullmatch(path.name)) is not None:
@@ -119,7 +120,7 @@ class PartStore:
                 except LayerstoreError as exc:
                     yield path, exc
                 else:
-                    if part is not None:  # else it was joined meanwhile
+                    if part is not None:  # else it was removed in the meantime
                         yield path, part
 
     def modified_ns(self, session: str) -> int:
@@ -144,14 +145,14 @@ class PartStore:
     def remove(self, session: str, save: int, *, world_size: int) -> None:
         """Remove the parts of a save that was committed or given up."""
         for rank in range(world_size):
-            # What cannot be removed is collected once the session has been idle for a day.
+            # A part that cannot be removed now is collected once the session has been idle for a day.
             self._files.discard(self._path(session, save, rank))
 
     def close_session(self, session: str, *, is_over: bool) -> None:
         """
         Remove the folder of *session* if it is empty, or if the session *is_over*: all ranks have finished writing.
 
-        Until then, a rank may still publish a part of a save that was given up without it.
+        Until then, a rank may still publish its part of a save that was already given up.
         """
         folder = self._layout.parts / session
         try:

@@ -1,4 +1,4 @@
-"""The open repository of one store, which every verb works on; making and opening stores."""
+"""Make and open stores; the repository of an open store, which every command works on."""
 
 import os
 import tempfile
@@ -54,23 +54,23 @@ class Repository:
     trash: Trash
     catalog: Catalog
     remote: str | None = None
-    """The URL of the bucket that this mirrors; saves go there, and nothing else is changed there."""
+    """The URL of the bucket that this mirrors; only saves, pins, drops and collections change the bucket."""
     make_writer: Callable[..., ObjectWriter] = ObjectWriter
-    """Makes what `writer` returns, of its arguments."""
+    """Makes the writer that `writer` returns."""
     report_retries: Callable[[Callable[[str], None] | None], None] = lambda _: None
-    """Takes who is called for each request to the bucket that is retried; None: it is a warning."""
+    """Sets the function to call for each retried request to the bucket; None makes each retry a warning."""
     shares: Shares = ALONE
-    """The processes that share the work in it."""
+    """The processes that share the work in this repository."""
     coded: dict[BlobRef, CodedObject] = field(default_factory=dict)
     """The coded objects of versions whose objects may be read."""
     own_versions: Mapping[BlobRef, OwnVersion] = field(default_factory=dict)
-    """What another rank has read for this one, which needs no more of these versions."""
+    """Versions that another rank has read for this one, cut down to what this rank needs."""
     closed: Event = field(default_factory=Event)
-    """Set once it is closed; copies share it."""
+    """Set once the repository is closed; copies of the repository share it."""
 
     @property
     def name(self) -> str:
-        """The name for people: its folder, or the URL of the remote."""
+        """The name for people: the store's folder, or the URL of the remote."""
         return self.remote or str(self.layout.root)
 
     def close(self) -> None:
@@ -80,29 +80,29 @@ class Repository:
         self.catalog.close()
 
     def check_open(self) -> None:
-        """Raise InvalidInput if it was closed: whatever is used after that would silently be opened again."""
+        """Raise InvalidInput if the repository was closed: using it would silently reopen what `close` has closed."""
         if self.closed.is_set():
             raise InvalidInput(
                 f"the store {self.name} is closed", hint=f"open it again: layerstore.open({self.name!r})"
             )
 
     def writer(self, *, past_cache: bool = False, reads_reused: bool = False) -> ObjectWriter:
-        """Return a writer of new objects; *past_cache* and *reads_reused* are those of `ObjectWriter`."""
+        """Return a writer of new objects; for *past_cache* and *reads_reused*, see `ObjectWriter`."""
         return self.make_writer(self.layout, self.files, self.objects, past_cache=past_cache, reads_reused=reads_reused)
 
     def version(self, ref: BlobRef) -> LayerVersion:
-        """Read and check a layer version, whose objects are not read."""
+        """Read and check a layer version, but not its objects."""
         version = self.own_versions.get(ref) or decode_version(self.objects.read(ref), ref=ref)
         self.objects.know(ref, version.named)
         return version
 
     def open_object(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
-        """Open an object of a version for reading *stretches* of it, or all; one that is coded is decoded."""
+        """Open an object of a version for reading *stretches* of it, or all; a coded object is decoded."""
         coded = self.coded.get(ref)
         return self.objects.open(ref, stretches) if coded is None else coded.open(self.objects, stretches)
 
     def read_with(self, refs: Iterable[BlobRef]) -> Iterator[BlobRef]:
-        """Yield *refs*, each followed by the object that it cannot be decoded without."""
+        """Yield each of *refs*, followed by the object needed to decode it, if any."""
         for ref in refs:
             yield ref
             coded = self.coded.get(ref)
@@ -110,12 +110,12 @@ class Repository:
                 yield coded.reference.ref
 
     def verify_object(self, ref: BlobRef) -> None:
-        """Make sure that *ref*, which is about to be read, is sound, and what it refers to as well."""
+        """Make sure that *ref*, which is about to be read, and the object that it refers to are sound."""
         for needed in self.read_with([ref]):
             self.objects.verify(needed)
 
     def verify_stretches(self, stretches: Mapping[BlobRef, Iterable[Stretch]], verified: set[BlobRef]) -> None:
-        """Verify *stretches* of objects that are not among the *verified*; add those that are sound as a whole."""
+        """Verify *stretches* of the objects not in *verified*; add to it the objects that were verified as a whole."""
         by_object: dict[BlobRef, list[Stretch]] = {}
         for ref, stretches_of_ref in stretches.items():
             coded = self.coded.get(ref)
@@ -126,7 +126,7 @@ class Repository:
         verified |= self.objects.verify_all({ref: parts for ref, parts in by_object.items() if ref not in verified})
 
     def version_of(self, entry: LayerEntry) -> LayerVersion:
-        """Read the version that *entry* names, and make sure that it belongs to that layer; its objects may be read."""
+        """Read the version that *entry* names, and check that it belongs to that layer; makes its objects readable."""
         version = self.version(entry.version)
         if version.layer != entry.layer:
             raise IntegrityError(
@@ -165,7 +165,7 @@ class Repository:
         return lock(
             self.layout.attempt_lock(run, attempt),
             what=f"attempt {attempt} of run {run!r}",
-            # Wait at least a moment: gc holds this lock that long when it checks which attempts are being saved.
+            # Wait a moment: gc holds this lock briefly when it checks which attempts are being saved.
             deadline_seconds=0 if at_once else 1,
         )
 
@@ -173,14 +173,14 @@ class Repository:
         """Return those of *attempts* that a job is saving, as far as locks can tell."""
         saving = set()
         for attempt in attempts:
-            # Never locked, so no job has saved it; taking the lock would make its file.
+            # Without a lock file, no job has ever saved this attempt; taking the lock would make the file.
             if not self.files.exists(self.layout.attempt_lock(run, attempt)):
                 continue
             try:
                 with self.lock_attempt(run, attempt, at_once=True):
                     pass
             except (Locked, StorageIO):
-                saving.add(attempt)  # StorageIO: unknown, and what may be saved now has to stay
+                saving.add(attempt)  # StorageIO: unknown; an attempt that may be in use must stay
         return saving
 
     def lock_gc(self) -> AbstractContextManager[HeldLock]:
@@ -193,9 +193,9 @@ class Repository:
 
     def rewrite(self, path: Path, change: Callable[[], bytes | None]) -> None:
         """
-        Replace the file *path* of the store's root by what *change*, which reads it, returns; None leaves it as it is.
+        Replace the file *path* in the store's root by what *change* returns; None leaves it as it is.
 
-        Other processes wait, so none undoes what another has changed.
+        *change* reads the file under a lock, so that no process undoes another's change.
 
         Raises:
             Locked: Another process did not finish in time.
@@ -210,9 +210,9 @@ class Repository:
 
     def prepare_saving(self) -> None:
         """
-        Make sure that commits and pins can be added, and commits dropped and brought back.
+        Make sure that commits and pins can be added, and commits dropped and restored.
 
-        Raises as `prepare_writing` does, but takes a remote.
+        Raises as `prepare_writing` does, but allows a remote.
         """
         if self.remote is None:
             self.prepare_writing()
@@ -230,7 +230,7 @@ class Repository:
         """
         if self.remote is not None:
             raise Unsupported(
-                f"{self.remote} is in a bucket: it takes saves, pins and drops, and is collected, and nothing else",
+                f"{self.remote} is in a bucket: only saves, pins, drops and gc can change it",
                 hint=f"layerstore clone {typed(self.remote)} PATH makes a store on a disk, and pushes there",
             )
         self.records.check_store()
@@ -267,9 +267,9 @@ def make_store(path: Path, files: Files, *, identity: StoreIdentity | None = Non
 
 
 def check_free(path: Path, files: Files) -> Layout:
-    """Return the layout of a store that could be made at *path*; raises what `make_store` raises if it could not."""
+    """Return the layout of a store to be made at *path*; raises as `make_store` does if none can be made there."""
     layout = layout_at(path)
-    if "~" in layout.root.parts:  # who removes such a folder by its name removes a home
+    if "~" in layout.root.parts:  # rm -r of such a folder, typed by its name, would remove a home
         hint = "write the path out; in Python, os.path.expanduser does"
         raise InvalidInput(f"{path} has a folder called ~, which only a shell expands", hint=hint)
     if files.exists(layout.identity):
@@ -323,7 +323,7 @@ def open_repository(
         identity = StoreIdentity.decode(read_identity(layout, files, path=path), what=str(layout.identity))
     except IntegrityError as exc:
         raise hinted(exc, layout, files) from exc
-    # After the switch: store.json is the new one, and folders may still be the old ones (ADR 24).
+    # Interrupted after its switch: store.json is new, but folders may still be old (ADR 24).
     if files.exists(layout.migrated(identity.format)):
         raise Unsupported(
             f"a migration of {layout.root} was interrupted; nothing was changed", hint="layerstore migrate finishes it"

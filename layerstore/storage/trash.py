@@ -1,9 +1,9 @@
 """
-Places for files on their way out: ``trash/`` can be undone; in ``gc/aside/``, a collection looks once more.
+Where files wait before removal: users can restore from ``trash/``; in ``gc/aside/``, a collection checks again.
 
 ``trash/`` holds what users dropped or replaced and what repairs moved away: dropped records at
 ``trash/commits/RUN/STEP.ID``, damaged files at ``trash/damaged/`` under their old paths. One rename undoes either. A
-file's mtime is when it came here; collections empty the trash by it.
+file's mtime is the time when it was moved here; collections empty the trash by that.
 
 ``gc/aside/`` holds objects: a collection moves an object there, looks at it once more, and only then unlinks it.
 Meanwhile readers find it there and writers link it back, so a collection needs no lock against either
@@ -37,7 +37,7 @@ class Trash:
     # -- records -------------------------------------------------------------------------------------------------
 
     def take_record(self, name: RecordName) -> bool:
-        """Move the record *name* here, durably; return whether it existed. Its objects stay as long as it does."""
+        """Move the record *name* here, durably; return whether it existed. Its objects stay as long as it is here."""
         source = self._layout.record(name.run, name.step, name.id)
         return self._move(source, self._record(name))
 
@@ -46,11 +46,11 @@ class Trash:
         return sorted(entry for entry in self.listed() if isinstance(entry, RecordName))
 
     def only_here(self) -> list[RecordName]:
-        """Return those that are not visible as well: a pull or an ingest may have brought one back."""
+        """Return the records here that are not visible too: a pull or an ingest may have brought one back."""
         return [name for name in self.records() if not self._records.is_there(name)]
 
     def strangers(self) -> Iterator[Path]:
-        """Yield the path of everything among the records that is none by its name."""
+        """Yield the path of everything among the records that is not named like a record."""
         return (entry for entry in self.listed() if isinstance(entry, Path))
 
     def listed(self) -> Iterator[RecordName | Path]:
@@ -89,7 +89,7 @@ class Trash:
     def restoring(self, commit: Commit) -> Iterator[None]:
         """Remove the record of *commit* from here once the block has made it visible."""
         yield
-        # Last, and not after an error: a commit may be here and visible, but never neither.
+        # Last, and not after an error: a commit may be both here and visible, but never neither.
         self.remove_record(self._records.name_of(commit))
 
     def _record(self, name: RecordName) -> Path:
@@ -133,7 +133,7 @@ class Trash:
 
     def remove_damaged(self, path: Path) -> None:
         """Remove *path* from the trash for good."""
-        # Not synced: what a power cut brings back goes with the next collection.
+        # Not synced: the next collection removes what a power cut brings back.
         self._files.unlink(path)
         folder = path.parent
         while folder != self._layout.trash / "damaged":
@@ -144,7 +144,7 @@ class Trash:
 
     def _move(self, source: Path, target: Path) -> bool:
         self._make(target.parent)
-        # Before the rename: with its old time, a collection could take it from the trash at once.
+        # Touch it before the rename: with its old mtime, a collection could remove it from the trash at once.
         self._files.touch(source)
         try:
             self._files.rename(source, target)
@@ -152,7 +152,7 @@ class Trash:
             if exc.errno == errnos.ENOENT:
                 return False
             raise
-        # Sync the new name first: after a power cut it may be in both places, but never in none.
+        # Sync the new name first: after a power cut it may be in both places, but never in neither.
         self._files.sync_directory(target.parent)
         self._files.sync_directory(source.parent)
         return True
@@ -184,7 +184,7 @@ class Aside:
         self._files.make_directory(self._layout.aside)
 
     def take(self, object_id: ObjectId) -> None:
-        """Move an object aside; does nothing if it is here as well, since a writer has just linked it back."""
+        """Move an object aside; does nothing if it is here already, since then a writer has just linked it back."""
         try:
             # POSIX: rename does nothing if both names are the same file.
             self._files.rename(self._layout.object(object_id), self._layout.aside / object_id)

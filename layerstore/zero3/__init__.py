@@ -1,8 +1,8 @@
 """
 DeepSpeed's ZeRO files without torch: find them, and read them into plain values.
 
-This room knows nothing of stores. ``.pt`` files have their own package, `layerstore.zero3.pt`; what is in their trees
-is said in `layerstore.zero3.trees`, and how those of one rank become another's in `layerstore.zero3.reshard`.
+This package knows nothing of stores. `layerstore.zero3.pt` reads and writes ``.pt`` files, `layerstore.zero3.trees`
+interprets their trees, and `layerstore.zero3.reshard` makes one rank's trees from another's.
 """
 
 from layerstore.zero3.discovery import (

@@ -99,7 +99,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         if inner.is_symlink() and not follow:
             raise linked(inner)
     names = list_folder(folder / tag)
-    # Before files are missed: another program's folder lacks all of ours.
+    # Before missing files are reported: another program's folder lacks all of ours.
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
     _refuse_unfinished(folder)
@@ -132,7 +132,7 @@ def check_unchanged(found: FoundCheckpoint) -> None:
 def holds_zero(path: Path) -> bool:
     """Whether `discover` would find a ZeRO checkpoint, complete or not, in the folder *path*."""
     folders = [path]
-    # A tag folder, a save folder or its parent, as `discover` takes them.
+    # A tag folder, a save folder or its parent, as `discover` accepts.
     for _ in range(3):
         names = {folder: list_folder(folder) for folder in folders}
         if any(folder_kind(inside) in READABLE for inside in names.values()):
@@ -179,7 +179,7 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
         named = read_latest(folder)
         if named in tags:
             return named
-        # An empty one names nothing, and stands in the way of nothing.
+        # An empty `latest` names nothing and is ignored.
         if named:
             raise SourceCheckpoint(
                 f"{folder / LATEST} names {named!r}, which is not a checkpoint beside it",
@@ -195,7 +195,7 @@ def _other_tags(folder: Path, chosen: str) -> list[str]:
     others = sorted((name for name in _tags(folder) if name != chosen), key=natural)
     shown = f"{', '.join(others[:5])}{' …' if len(others) > 5 else ''}"
     note = f"took {chosen!r}, as {LATEST!r} says; {folder} holds {len(others)} more: {shown}"
-    return [f"{note}; --all takes every one, --tag another"] if others else []
+    return [f"{note}; use --all for all of them, --tag for another"] if others else []
 
 
 def read_latest(folder: Path) -> str:
@@ -312,7 +312,7 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
         _refuse_missing(folder, [f"{MODEL_STATES}, or zero_pp_rank_*_{MODEL_STATES} of all ranks,"])
     halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in by_kind if rank not in by_kind[kind]]
     what = "optim_states" if is_whole else "both files"
-    # Between the ranks that are here; how many there were only their files say, see `agreed`.
+    # Gaps between the ranks that are here; only their files say how many there were, see `agreed`.
     gaps = [f"{what} of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
     _refuse_missing(folder, halves + gaps)
     if len({path.name.startswith("bf16_") for path in by_kind["optim"].values()}) > 1:
@@ -382,7 +382,7 @@ def linked(path: Path) -> SourceCheckpoint:
     """Make the error for a symbolic link that may not be followed."""
     return SourceCheckpoint(
         f"{path} is a symbolic link; links in a checkpoint are not followed",
-        hint="copy what it means into its place, or pass --follow if you trust where it points",
+        hint="replace it with a copy of its target, or pass --follow if you trust where it points",
     )
 
 

@@ -13,18 +13,18 @@ from layerstore.layers import typed
 from layerstore.source import list_folder
 
 _HALF = re.compile(r"(?:pytorch_)?(model|optim)(?:_fsdp|izer)?(.*)")
-"""The names of such two folders, which end alike."""
+"""The names of these two folders; both end alike."""
 
 
 def distributed_at(path: Path) -> Path | None:
-    """Return the whole checkpoint that *path* is, or is one half of; None if it is none."""
+    """Return the folder of the whole checkpoint: *path*, or its parent if *path* is one half; None if neither is."""
     if _is_half(path) and len(_halves(path.parent)) > 1:
         return path.parent
     return path if _kind(path) in FSDP or _halves(path) else None
 
 
 def several_distributed(path: Path) -> LayerstoreError | None:
-    """Make the error for a folder that holds distributed checkpoints and is none itself; None if it holds none."""
+    """Make the error for a folder that is not a distributed checkpoint but holds some; None if it holds none."""
     inner = sorted((path / name for name in list_folder(path)), key=lambda entry: natural(entry.name))
     checkpoints = [entry for entry in inner if entry.is_dir() and distributed_at(entry) == entry]
     if not checkpoints:
@@ -45,7 +45,7 @@ def refuse_distributed(path: Path) -> None:
     refuse_file_per_rank(whole)
     raise SourceCheckpoint(
         f"{path} is a folder of {_kind(whole) or DCP}, and not of DeepSpeed",
-        hint=f"layerstore ingest {typed(str(whole))} takes it",
+        hint=f"layerstore ingest {typed(str(whole))}",
     )
 
 

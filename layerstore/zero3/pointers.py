@@ -1,8 +1,8 @@
 """
-Pointer files: small files that stand in for shards, or for what FSDP saves, whose state is in a store.
+Pointer files: small files in place of shards, or of what FSDP saves, while the state itself is in a store.
 
-Loading one without layerstore, with ``torch.load``, through an engine or through ``torch.distributed.checkpoint``,
-fails with an error that says what the file is and how to write the checkpoint out.
+Without layerstore, loading one (with ``torch.load``, an engine or ``torch.distributed.checkpoint``) fails with an error
+that says what the file is and how to write the checkpoint out.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def pointer_bytes(pointer: Pointer, path: Path) -> bytes:
 
 
 def read_pointer(path: Path) -> Pointer | None:
-    """Return the pointer in *path*, None if it is another file."""
+    """Return the pointer in *path*, None if it is not a pointer file."""
     try:
         if not path.is_file() or path.stat().st_size > _SIZE_BYTES_MAX:
             return None
@@ -85,7 +85,7 @@ def read_pointer(path: Path) -> Pointer | None:
     if not isinstance(fields, dict):
         return None
     try:
-        pointer = Pointer(**{str(key): value for key, value in fields.items()})  # type: ignore[arg-type]  # looked at next
+        pointer = Pointer(**{str(key): value for key, value in fields.items()})  # type: ignore[arg-type]  # checked next
         for field in dataclasses.fields(Pointer):
             value = getattr(pointer, field.name)
             if isinstance(field.type, type) and type(value) is not field.type:  # Tree allows any type
@@ -104,5 +104,5 @@ def refuse_pointer(path: Path) -> None:
     if pointer is not None:
         raise InvalidInput(
             f"{path.parent} holds pointers, no shards: the state is in the store {pointer.store} as {pointer.name}",
-            hint=f"it need not be ingested; shards of it: {pointer.command}",
+            hint=f"it need not be ingested; to write its shards: {pointer.command}",
         )

@@ -44,7 +44,7 @@ MASTER = ""
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 
 _EXTRA_STATE = "_extra_state"
-"""What modules of torch keep besides parameters and buffers ends with this."""
+"""The ending of names under which torch's modules keep other things than parameters and buffers."""
 
 SubGroupShapes = list[dict[str, Size]]
 """The parameters of every sub-group with their shapes, in flat order."""
@@ -71,7 +71,7 @@ class RankSource:
     sharding: Sharding
 
     def fragments_of(self, group: Tree) -> list[Fragment]:
-        """Return what this rank has of the flat buffer *group*, in order; nothing if there is none."""
+        """Return this rank's fragments in the flat buffer *group*, in order; none if there is no such buffer."""
         return self._fragments[group] if isinstance(group, int) and group < len(self._fragments) else []
 
     @cached_property
@@ -85,7 +85,7 @@ class RankSource:
 
     @property
     def has_whole_model(self) -> bool:
-        """Whether the model's file has whole weights, as under stages 1 and 2; the first rank's are taken."""
+        """Whether the model's file has whole weights, as under stages 1 and 2; the first rank's are used."""
         return self.stage != STAGE_3
 
     @property
@@ -120,9 +120,9 @@ class RankSource:
     @cached_property
     def weights(self) -> dict[str, TreeView]:
         """
-        The whole weights in the model's file, by name: of what several names share, the trained one or the first.
+        The whole weights in the model's file, by name; if names share memory, only the trained or else the first.
 
-        Only the first rank says which names share memory, but they view the same elements.
+        Only the first rank's file says which names share memory, but such names view the same elements.
         """
         weights_by_place: dict[object, tuple[str, TreeView]] = {}
         for name, weights in self._of_module():
@@ -188,7 +188,7 @@ def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) ->
         model_file = first.model_file if pair.model == first.model_file.path else read_pt(pair.model, pickles)
         return rank_source(pair.rank, model_file, read_pt(pair.optimizer, pickles))
 
-    # The first one before the others, which are copies of it.
+    # The first rank before the others, whose pickles are mostly copies of its own.
     first = rank_source(pairs[0].rank, read_pt(pairs[0].model, pickles), read_pt(pairs[0].optimizer, pickles))
     with Threads(WORKERS_MAX) as pool:
         return [first, *pool.map(read, pairs[1:])]
@@ -221,7 +221,7 @@ def check_saved_as_named(ranks: list[RankSource]) -> None:
 
 def common_of(rank: RankSource) -> Common:
     """Return the facts that *rank* must share with all others."""
-    groups = cast("SubGroupShapes", list(rank.sharding.groups))  # `sub_group_shapes` has read them
+    groups = cast("SubGroupShapes", list(rank.sharding.groups))  # `sub_group_shapes` checked them
     return Common(
         stage=rank.stage,
         dp_world_size=rank.model["dp_world_size"].integer(),
@@ -295,7 +295,7 @@ def _flats(optimizer: TreeView, model: TreeView, sharding: Sharding, rank: int) 
 
 
 def _state_lengths(masters: list[tuple[Tree, TreeView]], sharding: Sharding, rank: int) -> dict[int, int]:
-    """Return how long the states of each flat buffer are: as its master but, under stages 1 and 2, with padding."""
+    """Return the length of each flat buffer's states: its master's, under stages 1 and 2 including the padding."""
     lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
     groups = range(min(len(lengths), len(sharding.groups)))
     padded = {group: sharding.elements(group, rank) for group in groups if lengths[group] == sharding.lean(group, rank)}
@@ -332,7 +332,7 @@ def _check_states_present(states: TreeView, groups: int, model: TreeView) -> Non
 
 
 def _may_be_stateless(model: TreeView) -> bool:
-    """Whether the optimizer may have no state, like plain SGD, because nothing was offloaded."""
+    """Whether the optimizer may be one without state, like plain SGD: possible only if nothing was offloaded."""
     zero = (config_of(model) or {}).get("zero_optimization")
     if not isinstance(zero, dict):
         return False  # unknown: refusing is better than losing moments
@@ -393,7 +393,7 @@ def _check_states(rank: RankSource) -> None:
 
 
 def _check_blocks(rank: RankSource) -> None:
-    """Raise unless whole weights lie as their shapes say."""
+    """Raise unless whole weights are contiguous in the order of their shapes."""
     for name, weights in rank._of_module() if rank.has_whole_model else ():
         if not weights.tensor().is_contiguous:
             raise Unsupported(
@@ -405,9 +405,9 @@ def _check_blocks(rank: RankSource) -> None:
 
 def _check_addresses(rank: RankSource) -> None:
     """
-    Raise unless the fragments are where the file itself says, under stages 1 and 2.
+    Under stages 1 and 2, raise unless the fragments are where the file itself says.
 
-    With round_robin_gradients, DeepSpeed notes where they would be without.
+    Not with round_robin_gradients: DeepSpeed then records where they would be without that setting.
     """
     mappings = rank.optimizer["optimizer_state_dict"].get("param_slice_mappings")
     if mappings is None or is_dealt(rank.model, rank.optimizer["optimizer_state_dict"]):
@@ -420,8 +420,8 @@ def _check_addresses(rank: RankSource) -> None:
             raise LayoutMismatch(
                 f"{rank.optimizer_file.path}: {odd} is at {actual.get(odd)!r} of flat group {group!r}, by the order of "
                 f"its parameters at {expected.get(odd)}",
-                hint="the file is damaged; or round_robin_gradients reordered them, which only ds_config in the "
-                "checkpoint tells: pass DeepSpeed its config as a dictionary",
+                hint="the file is damaged; or round_robin_gradients reordered them, which is visible only in the "
+                "checkpoint's ds_config: pass DeepSpeed its config as a dictionary",
             )
 
 

@@ -53,7 +53,7 @@ class SliceSource:
     elements: int
     """Padding excluded; never zero."""
     begin: int = 0
-    """Which element of the parameter is its first."""
+    """The index of its first element in the parameter."""
     box: tuple[int, ...] = ()
     """Where it lies in the parameter, if it is not a run of elements: the first index and the extent by dimension."""
     path: Path
@@ -117,7 +117,7 @@ class Checkpoint:
     """By rank, without files and gathered weights; small storages are still ``Located``."""
     gathered: tuple[GatheredFileSource, ...]
     whole: tuple[GatheredSource, ...] = ()
-    """Trained weights in the model's file, under stages 1 and 2, which should be their rounded masters."""
+    """Under stages 1 and 2, the trained weights in the model's file, which should equal their rounded masters."""
     files: tuple[Path, ...]
     """Files that are kept byte for byte."""
     checks: tuple[tuple[str, Located], ...]
@@ -129,7 +129,7 @@ class Checkpoint:
     flags: tuple[str, ...] = ()
     """Features of its commit that a reader must know."""
     is_doubted: bool = False
-    """Whether engine and optimizer have counted otherwise, as they might in files of two saves."""
+    """Whether the update counts of engine and optimizer differ, as they might in files of two saves."""
 
     @property
     def source(self) -> Path:
@@ -208,7 +208,7 @@ def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
     if any(counted) and not set(counted) <= {updates, updates + 1}:
         yield (
             f"the optimizer has counted {', '.join(map(str, counted))} updates, the engine {updates}: "
-            f"are the files of {rank.model.path.parent} of one save?"
+            f"are the files of {rank.model.path.parent} from one save?"
         )
 
 
@@ -231,7 +231,7 @@ def _storage_checks(ranks: list[RankSource]) -> Iterator[tuple[str, Located]]:
 
 def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer]) -> RankState:
     """Return the rank's trees without the bytes of layers."""
-    # By identity: tensors may be equal, and the trees keep those that were read.
+    # By identity, because tensors may be equal; the trees keep them alive, so ids stay unique.
     contents: dict[int, object] = {
         id(flat.tensor): FlatContent(state=flat.state, group=flat.group) for flat in rank.flats
     }
@@ -261,13 +261,13 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
         return TreeFile(path=path, tree=replace_tensors(source.tree, replacement))
 
     model = file(rank.model_file)
-    if rank.has_whole_model and rank.rank:  # as the rank itself has it: only the first knows what shares memory
+    if rank.has_whole_model and rank.rank:  # as the rank itself would save it: only the first knows what shares memory
         model = replace(model, tree=changed(TreeView.of(model).mapping(), {"shared_params": {}}))
     return RankState(rank=rank.rank, model=model, optimizer=file(rank.optimizer_file), files=(), gathered=())
 
 
 def _is_copy(tensor: Tensor, *, other: Tensor) -> bool:
-    """Whether both are all of their storages, with the same bytes as far as checksums tell."""
+    """Whether both fill their storages, and these hold the same bytes as far as checksums tell."""
     ours, theirs = tensor.storage.content, other.storage.content
     assert isinstance(ours, Located), "trees that were just read point into their files"
     assert isinstance(theirs, Located), "trees that were just read point into their files"
@@ -375,7 +375,7 @@ def _flat_slices(rank: RankSource) -> list[tuple[Kind, SliceSource]]:
 def _frozen_slices(
     rank: RankSource, parameters: Mapping[str, Parameter], world_size: int
 ) -> Iterator[tuple[Kind, SliceSource]]:
-    """Yield this rank's slices of frozen parameters; of one rank, whole ones."""
+    """Yield this rank's slices of frozen parameters; these are whole if *world_size* is 1."""
     for name, fragment in rank.fragments.items():
         elements = prod(parameters[name].shape)
         tensor, expected = fragment.tensor(), slice_length(elements, world_size)
@@ -446,7 +446,7 @@ def _buffer_slices(rank: RankSource, buffers: Mapping[str, Buffer]) -> Iterator[
 
 
 def _digests(source: ObjectSource) -> str:
-    # A buffer may be a part of its storage, and the file has checksums of whole storages alone.
+    # A buffer may be part of its storage, and the file has checksums of whole storages only.
     hasher = NameHasher()
     for part in source.slices:
         with open_source(part.path) as file:

@@ -96,14 +96,14 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
             yield folder
             continue
         if distributed_at(folder) == folder:
-            notes.append(f"ignored {folder}: it is not DeepSpeed's; layerstore ingest {typed(str(folder))} takes it")
+            notes.append(f"ignored {folder}: it is not DeepSpeed's; use layerstore ingest {typed(str(folder))}")
         elif kind is not None and kind not in FSDP:
             # Only the names say so, and an ordinary folder may have such names, so look below it anyway.
             notes.append(f"ignored {folder}: it looks like a {kind} checkpoint")
         if "store.json" in names and "objects" in names:
             notes.append(f"ignored {folder}: it is a store")
         elif UNFINISHED_OUTPUT.fullmatch(folder.name):
-            notes.append(f"ignored {folder}: a compose writes it, or has left it unfinished")
+            notes.append(f"ignored {folder}: a compose is writing it, or left it unfinished")
         else:
             paths = (folder / name for name in names)
             pending += [path for path in paths if path.is_dir() and not path.is_symlink()]

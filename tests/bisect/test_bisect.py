@@ -176,7 +176,7 @@ def test_what_is_in_no_layer_is_blamed_on_none(store: Store, tmp_path: Path) -> 
 
     found = store.bisect("sft@9", "sft@11", judge, name="judge", folder=tmp_path / "b")
     assert (found.bad, found.layers) == ("sft@10", ())
-    assert str(found) == "bad since sft@10; none of its layers makes sft@9 bad: look at the files beside them"
+    assert str(found) == "bad since sft@10; none of its layers makes sft@9 bad: look at the other files"
 
 
 def test_a_judge_that_changes_its_folder_changes_no_other_trial(store: Store, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_the_hosts_of_a_store_are_told(tmp_path: Path, monkeypatch: pytest.Monke
 
     if kind == "nfs4":
         assert [each.text for each in alone] == [
-            "no other host has locked this store yet; after layerstore reindex there, its name has to show here"
+            "no other host has locked this store yet; after layerstore reindex there, its name must appear here"
         ]
         assert finding.verdict == "ok"
         assert finding.text.startswith("seen here: ")
@@ -243,7 +243,7 @@ def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("layerstore.disk.files.rename_exclusive", refuse(number))
         finding = found(layerstore.doctor(tmp_path), "hard links")
 
-        assert (finding.verdict, finding.text) == ("problem", "neither they nor renames keep a name that is taken")
+        assert (finding.verdict, finding.text) == ("problem", "neither they nor renames protect a name that is taken")
 
 
 def test_folders_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_a_judge_that_does_not_run_ends_it_after_one_trial(run: Run, store: Path
     ("ending", "options", "code", "says"),
     [
         ("sys.exit(126)", [], 2, "ended with 126, which is not a verdict"),
-        ("sys.exit(1)", ["--metric", "loss", "--threshold", "1"], 2, "which is not a verdict if it is to print one"),
+        ("sys.exit(1)", ["--metric", "loss", "--threshold", "1"], 2, "which is not a verdict with --metric"),
         ("print('no')", ["--metric", "loss", "--threshold", "1"], 2, "last line has no loss: 'no'"),
         ("", ["--metric", "loss"], 2, "--metric and --threshold go together"),
     ],

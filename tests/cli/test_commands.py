@@ -425,7 +425,7 @@ def test_verify_tells_what_is_damaged_and_who_needs_it(run: Run, store: Path) ->
     assert (unread.code, people.code, programs.code) == (0, 20, 20)
     assert unread.out.splitlines()[-1] == "tensor data was not read; --read-data checks it too"
     assert "were not read" not in people.out + run("verify", "--store", store, "--json").out
-    assert re.search(r"hint: layerstore .*verify sft@\d+ --read-data says which composites still stand", hint)
+    assert re.search(r"hint: layerstore .*verify sft@\d+ --read-data says which composites are still intact", hint)
     assert people.err.splitlines()[-1].endswith(" repair --read-data --dry-run says what can be done")
     assert "1 damaged" in people.out
     assert f"damaged object  objects/{damaged.name[:2]}/{damaged.name}" in people.out.splitlines()
@@ -483,7 +483,7 @@ def test_compose_says_which_save_a_damaged_layer_is_of(run: Run, store: Path) ->
     outcome = run("compose", "sft@4", "--policy", "parity", "--store", store, "-o", "out")
 
     assert outcome.err.startswith(f"error: {line.layer} of sft@2: object ")
-    assert f"hint: layerstore --store {store} verify sft@2 says which composites still stand" in outcome.err
+    assert f"hint: layerstore --store {store} verify sft@2 says which composites are still intact" in outcome.err
     assert "sft@2: 1 layer lost" in run("verify", "sft@2", "--store", store).out
 
 
@@ -498,7 +498,7 @@ def test_ls_and_show_say_which_layer_has_lost_its_version(run: Run, store: Path,
 
     assert outcome.code == 20
     assert re.search(r"error: lm_head of sft@\d+: object [0-9a-f]+ \(\d+ bytes\) is missing", outcome.err)
-    assert re.search(r"hint: layerstore .*verify sft@\d+ says which composites still stand", outcome.err)
+    assert re.search(r"hint: layerstore .*verify sft@\d+ says which composites are still intact", outcome.err)
 
 
 def test_reindex_counts_what_it_covers(run: Run, store: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_pin_and_an_object_that_nobody_needs_are_counted_in_words(run: Run, st
 
     after = run("stats", "--store", store).out.splitlines()
 
-    assert before[0] == "commits   2 in 1 run; 1 pin besides, of mixtures or hidden commits"
+    assert before[0] == "commits   2 in 1 run; also 1 pin of mixtures or hidden commits"
     assert re.fullmatch(r"unique    .+ with each object counted once: \d+\.\d% less", before[2])
     assert before[4] == "unneeded  nothing: every object belongs to a visible commit or a pin"
     assert re.fullmatch(r"unneeded  .+ on disk, in 1 object that no visible commit and no pin needs", after[4])

@@ -90,7 +90,7 @@ def test_the_help_of_compose_is_in_groups_and_has_defaults(run: Run) -> None:
     ]
     assert re.findall(r"^\S.*:$", out, re.MULTILINE)[-1].startswith("Policy settings")
     assert "latest: each layer as the commit has it; exact: " in words
-    assert "what changed in hf's weights since a commit. [default: shards; dcp if that saved REF]" in words
+    assert "what changed in hf's weights since a commit. [default: shards; dcp if dcp saved REF]" in words
     assert "instead of REF. [at least 0]" in words
 
 
@@ -349,7 +349,7 @@ def test_a_link_in_the_place_of_a_lock_is_refused_with_the_way_out(
     assert outcome.code == 1
     assert outcome.err.splitlines() == [
         f"error: cannot open the lock {lock}: it is a link, which is never followed",
-        f"hint: remove {lock} by hand, and find out who put it there; what is needed is made again",
+        f"hint: remove {lock} by hand, and find out who put it there; it is created again when needed",
     ]
     assert not (tmp_path / "elsewhere").exists()
     lock.unlink()

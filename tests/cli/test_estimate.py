@@ -148,7 +148,7 @@ def test_what_is_kept_is_counted_without_prices(run: Run) -> None:
         next(line for line in told.out.splitlines() if word in line) for word in ("SAVED BY", "layerstore full")
     )
     assert (header.split()[-1], row.split()[-2:]) == ("KEPT", ["384.0", "GB"])
-    assert "if gc keeps the newest 3; what the last save replaces" in " ".join(told.out.split())
+    assert "if gc keeps the newest 3, and what the last save replaced" in " ".join(told.out.split())
     assert "KEPT" not in plain.out
 
 
@@ -199,7 +199,7 @@ def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
         ([*MODEL, "--dtype", "int8"], "--dtype: 'int8' is not one of 'bf16', 'fp16', 'fp32'"),
         ([*MODEL, "--policy", "filter:ever=3"], "'ever'"),
         ([*MODEL, "--steps", "10", "--save-every", "100"], "no save"),
-        ([*MODEL, "--price", "1,2,3"], "--price '1,2,3' are not prices: 3 instead of two"),
+        ([*MODEL, "--price", "1,2,3"], "invalid --price '1,2,3': 3 instead of two values"),
         ([*MODEL, "--price", "1,-4"], "a price cannot be -4.0"),
         ([*MODEL, "--copy-rate", "fast"], "is not a size"),
         ([*MODEL, "--keep-last", "0", "--price", "1,1"], "keep last is 0"),

@@ -65,7 +65,7 @@ def test_the_table_leaves_out_runs_that_were_not_asked_about(run: Run, store: Pa
     out = run("gc", "sft", "--keep-last", "1", "--grace", "0s", "--dry-run", "--store", store).out
 
     assert "other@" not in out
-    assert "… and 2 kept of runs that were not named; --json has them all" in out
+    assert "… and 2 kept in runs that were not named; --json has them all" in out
 
 
 def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
@@ -152,8 +152,8 @@ def test_it_asks_before_the_trash_is_emptied(run: Run, store: Path) -> None:
     assert [each["step"] for each in run("log", "--dropped", "--json", "--store", store).fields["dropped"]] == [2]
     emptied = answered(b"y\n", *words)[1]
     assert b"1 file in the trash" in emptied
-    assert b"would leave the trash: sft@2" in emptied
-    assert b"\nleft the trash: sft@2" in emptied.replace(b"\r", b"")
+    assert b"would remove trash: sft@2" in emptied
+    assert b"\nremoved trash: sft@2" in emptied.replace(b"\r", b"")
     assert run("log", "--dropped", "--json", "--store", store).fields["dropped"] == []
 
 

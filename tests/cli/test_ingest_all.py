@@ -172,7 +172,7 @@ def test_without_all_it_is_said_that_there_are_more(run: Run, checkpoints: Path)
 
     assert by_latest.err.splitlines() == [
         f"warning: took 'global_step4', as 'latest' says; {checkpoints} holds 1 more: global_step2; "
-        "--all takes every one, --tag another"
+        "use --all for all of them, --tag for another"
     ]
     assert by_tag.err == by_path.err == ""
 

@@ -25,7 +25,7 @@ def test_a_store_of_today_has_nothing_to_do(run: Run, store: Path) -> None:
         outcome = run(*words, "--store", store)
 
         assert outcome.code == 0
-        assert outcome.out == f"nothing to do: {store} is of format 2, which this layerstore writes\n"
+        assert outcome.out == f"nothing to do: {store} has format 2, which this layerstore writes\n"
     assert snapshot(store) == before
 
 
@@ -65,17 +65,17 @@ def test_people_are_told_what_will_be_done_and_what_was(run: Run, old: Path) -> 
     done = run("migrate", "--store", old).out.splitlines()
     again = run("migrate", "--store", old).out
 
-    assert planned[0] == f"would take {old} from format 1 to 2: {SUMMARY}"
+    assert planned[0] == f"would migrate {old} from format 1 to 2: {SUMMARY}"
     assert planned[1].startswith("  3 files to write, ")
     assert planned[2:] == [
-        "  what there is of store.json, commits/, gc/, parts/, pins/, trash/, quarantine/ would go to backups/",
+        "  if they exist, store.json, commits/, gc/, parts/, pins/, trash/, quarantine/ would move to backups/",
         "nothing was changed",
     ]
     assert unchanged == before
     assert done == [
         "format 1 to 2: 3 files written",
-        f"  what they replace is in {old}/backups/format-1.1",
-        f"{old} is of format 2 now",
+        f"  the replaced files are in {old}/backups/format-1.1",
+        f"{old} now has format 2",
         f"check it with layerstore --store {old} verify; remove the backup once you are sure",
     ]
     assert again.startswith("nothing to do: ")

@@ -210,7 +210,7 @@ def test_a_recipe_that_leaves_its_run_open_is_told_where_to_write_it(
         "hint: write base: RUN@3, or pass --run RUN",
     ]
     assert gone.err.splitlines() == [
-        "error: theirs.yaml:2:24: gone/checkpoint-3 would be of run 'gone', which is not here; "
+        "error: theirs.yaml:2:24: gone/checkpoint-3 belongs to run 'gone', which is not in the store; "
         "the store holds 2 runs: other, sft",
         "hint: pass --run RUN, or write RUN/checkpoint-3 and the like wherever the recipe says model:",
     ]

@@ -7,9 +7,7 @@ import pytest
 from tests.cli.conftest import Run
 from tests.unit.checkpoints import Checkpoints
 
-SAID = (
-    "masters and moments were kept in 8 bits: this resume is not bit for bit; the newest exact save is sft@1 (--exact"
-)
+SAID = "masters and moments were kept in 8 bits: this resume is not bit for bit; the newest exact save is sft@1 (use"
 
 
 @pytest.fixture
@@ -112,7 +110,7 @@ def test_compose_says_that_it_is_not_exact_and_takes_what_is(run: Run, saved: Pa
     assert SAID in warned.err
     assert (exact.code, exact.err) == (
         0,
-        "warning: sft@2 was not kept bit for bit: sft@1 is taken, 1 step before\n",
+        "warning: sft@2 was not kept bit for bit: using sft@1, 1 step before\n",
     )
     assert run("compose", "sft@1", "--exact", "--dry-run").err == ""
     assert "exact: sft@1, policy latest" in exact.out

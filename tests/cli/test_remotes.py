@@ -88,8 +88,8 @@ def test_a_pull_says_what_it_leaves_in_the_trash(run: Run, store: Path, url: str
     two = run("--store", store, "pull", url)
 
     rest = f"this store has every other commit and pin of {url}\n"
-    assert one.out == f"{rest}1 commit there was dropped here: {command} brings it back\n"
-    assert two.out == f"{rest}2 commits there were dropped here: layerstore --store {store} log --dropped lists them\n"
+    assert one.out == f"{rest}1 remote commit was dropped here: {command} brings it back\n"
+    assert two.out == f"{rest}2 remote commits were dropped here: layerstore --store {store} log --dropped lists them\n"
     assert set(run("--store", store, "pull", url, "--json").fields) == (
         {"schema", "url", "commits", "pins", "objects", "bytes_received"}
     )
@@ -128,7 +128,7 @@ def test_an_empty_store_by_its_url_is_pushed_to(run: Run, tmp_path: Path, monkey
         empty.push(f"file://{tmp_path}/bucket")
     outcome = run("--store", f"file://{tmp_path}/bucket", "log")
     assert (
-        "no commits yet; next: save or ingest into it, or layerstore push, in a store that is to push here"
+        "no commits yet; next: save or ingest into it, or push to it from another store: layerstore push URL"
         in outcome.out + outcome.err
     )
 
@@ -152,7 +152,7 @@ def test_a_bucket_that_is_not_there_any_more(run: Run, store: Path, tmp_path: Pa
     bucket.rename(tmp_path / "away")
 
     plan = run("--store", store, "gc", "--keep-last", "1", "--pushed-to", bucket.as_uri(), "--dry-run")
-    assert plan.err.endswith("hint: check its name; layerstore init URL makes one, or a push from a store\n")
+    assert plan.err.endswith("hint: check its name; layerstore init URL or a push from a store makes one\n")
     again = run("--store", store, "push", bucket.as_uri())
     assert f"there was no store at {bucket.as_uri()}, where 2 commits had been pushed" in again.err
 

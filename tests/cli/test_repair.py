@@ -315,7 +315,7 @@ def test_what_a_damaged_record_names_is_not_called_harmless(run: Run, store: Pat
     outcome = run("verify", "--store", store)
 
     assert outcome.code == 20
-    assert "of no commit: what is damaged may be all that names them: repair it first" in outcome.out
+    assert "of no commit: only what is damaged may need them: repair that first" in outcome.out
 
 
 @pytest.mark.fault(128)

@@ -266,7 +266,7 @@ def test_updates_since_count_on(stored: Store, folder: Path, tmp_path: Path) -> 
     stored.compose("sft@5").write(tmp_path / "shards")
 
     assert (saved.run, saved.step, len(saved.layers_saved)) == ("sft", 5, len(saved.layers))
-    assert "are counted on by 3" in saved.notes[0]
+    assert "are advanced by 3" in saved.notes[0]
     tag = tmp_path / "shards" / (tmp_path / "shards" / "latest").read_text()
     assert tag.name == "global_step5"
     trees = torch.load(next(tag.glob("*optim_states.pt")), weights_only=False)["optimizer_state_dict"]

@@ -130,7 +130,7 @@ def test_equal_weights_are_an_empty_delta(store: Store, tmp_path: Path) -> None:
     assert written.tensors_changed == 0
     assert layerstore.apply(written.out, base).tensors == 0
     assert "both are of step 2: a reader that compares versions sees no change" in written.notes
-    with pytest.raises(LayoutMismatch, match="is not that of sft@2, which the delta is for; nothing was changed"):
+    with pytest.raises(LayoutMismatch, match="does not match sft@2, which the delta is for; nothing was changed"):
         layerstore.apply(written.out, export(store, "sft@4", tmp_path / "other"))
 
 
@@ -141,7 +141,7 @@ def test_a_missed_delta_is_told(store: Store, tmp_path: Path) -> None:
     assert not weights_in(second.out).keys() & weights_in(delta(store, tmp_path / "first").out).keys()
 
     with pytest.raises(
-        LayoutMismatch, match="is not that of a composite of sft@2, which the delta is for; nothing was changed"
+        LayoutMismatch, match="does not match a composite of sft@2, which the delta is for; nothing was changed"
     ):
         layerstore.apply(second.out, base)
 
@@ -193,7 +193,7 @@ def test_another_base_is_refused(store: Store, tmp_path: Path, encoding: Encodin
     written = delta(store, tmp_path / "delta", encoding=encoding)
     before = digests(other)
 
-    with pytest.raises(LayoutMismatch, match="is not that of sft@2, which the delta is for; nothing was changed"):
+    with pytest.raises(LayoutMismatch, match="does not match sft@2, which the delta is for; nothing was changed"):
         layerstore.apply(written.out, other)
 
     assert digests(other) == before
@@ -205,7 +205,7 @@ def test_a_folder_of_another_model_is_refused(store: Store, tmp_path: Path) -> N
     other = export(store, "small", tmp_path / "model")
     written = delta(store, tmp_path / "delta")
 
-    with pytest.raises(LayoutMismatch, match=r"has no tensor .*, which the delta knows; nothing was changed"):
+    with pytest.raises(LayoutMismatch, match=r"has no tensor .*, which the delta names; nothing was changed"):
         layerstore.apply(written.out, other)
 
 
@@ -229,7 +229,7 @@ def test_a_damaged_delta_changes_nothing(store: Store, tmp_path: Path) -> None:
     path.write_bytes(data)
     before = digests(base)
 
-    with pytest.raises(SourceCheckpoint, match="is not what it should be with the delta put on; nothing was changed"):
+    with pytest.raises(SourceCheckpoint, match="does not match its checksum after applying the delta; nothing was"):
         layerstore.apply(written.out, base)
 
     assert digests(base) == before
@@ -279,7 +279,7 @@ def test_a_folder_that_is_more_than_weights_is_refused(store: Store, tmp_path: P
     whole = export(store, "sft@2", tmp_path / "whole")
     shutil.copytree(tmp_path / "in" / "sft" / "checkpoint-2", whole, dirs_exist_ok=True)
     before = digests(whole)
-    with pytest.raises(LayoutMismatch, match="is a checkpoint to resume from, whose shards would not fit"):
+    with pytest.raises(LayoutMismatch, match="is a checkpoint to resume from, whose shards the new weights would"):
         layerstore.apply(written.out, whole)
     assert digests(whole) == before
 
@@ -330,7 +330,7 @@ def test_a_delta_and_an_export_do_not_replace_each_other(store: Store, tmp_path:
     base = export(store, "sft@2", tmp_path / "base", max_shard_size="2KB")
     written = delta(store, tmp_path / "delta")
 
-    with pytest.raises(AlreadyExists, match="is an export, and no delta, so it is not replaced"):
+    with pytest.raises(AlreadyExists, match="is an export, not a delta, so it is not replaced"):
         delta(store, base, force=True)
     with pytest.raises(AlreadyExists, match="is a delta"):
         export(store, "sft@2", written.out, force=True)

@@ -86,7 +86,7 @@ def test_a_composite_says_what_was_not_kept_bit_for_bit(saved: Store, tmp_path: 
     assert said is not None
 
     assert said.endswith(
-        "were kept in 8 bits: this resume is not bit for bit; the newest exact save is r@1 (--exact takes it)"
+        "were kept in 8 bits: this resume is not bit for bit; the newest exact save is r@1 (use --exact)"
     )
     assert "not bit for bit, world size" in repr(composite)
     assert {composite.plan(form).notes[0] for form in ("shards", "dcp", "universal")} == {said}
@@ -104,7 +104,7 @@ def test_a_live_resume_says_it_and_names_what_a_program_can_do(saved: Store) -> 
     load = RankLoad(saved.repo, composite.composition, rank=0, world_size=composite.world_size)
     exact = RankLoad(saved.repo, saved.compose("r@4").composition, rank=0, world_size=composite.world_size)
 
-    assert load.notes == (str(composite.inexact).replace("(--exact takes", "(resume(…, exact=True) takes"),)
+    assert load.notes == (str(composite.inexact).replace("(use --exact", "(use resume(…, exact=True)"),)
     assert "exact=True" in load.notes[0]
     assert exact.notes == ()
 

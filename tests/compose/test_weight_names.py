@@ -230,7 +230,7 @@ def test_what_is_no_floating_point_keeps_its_type() -> None:
     choice = chosen(parameter("a"), parameter("q", dtype="I8"), dtype="F32")
 
     assert {tensor.name: tensor.dtype for tensor in choice.tensors} == {"a": "F32", "q": "I8"}
-    assert choice.notes == ["'q': no floating point, so written unchanged"]
+    assert choice.notes == ["'q': not floating point, so written unchanged"]
 
 
 def test_a_tensor_in_no_layer_whose_bytes_only_a_kept_file_has_is_left_out() -> None:
@@ -242,5 +242,5 @@ def test_a_tensor_in_no_layer_whose_bytes_only_a_kept_file_has_is_left_out() -> 
 
     assert names(choice) == {"a": "a"}
     assert choice.notes == [
-        "'extra': in the base's own weights files, but in no layer; left out, being of the base alone"
+        "'extra': in the base's own weights files, but in no layer; left out, as only the base has it"
     ]

@@ -72,7 +72,7 @@ def test_every_scenario_is_exported_as_torch_casts_it(
     assert exported.dtype == written
     assert "no config.json" in notes
     assert ("without its frozen parameters" in notes) == scenario.exclude_frozen
-    assert ("unlike on other ranks" in notes) == (scenario.name == "rank_buffers")
+    assert ("buffers that differ by rank" in notes) == (scenario.name == "rank_buffers")
 
 
 # -- the Trainer ---------------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     (_only("__0_0.distcp"), "holds distributed checkpoints", SourceCheckpoint),
     (
         _optimizer(zero_stage=_stage(2)),
-        "is named as of stage 3, but the optimizer was saved under ZeRO stage 2",
+        "has a name of stage 3, but the optimizer was saved under ZeRO stage 2",
         Unsupported,
     ),
     (_optimizer(zero_stage=_stage(4)), "was saved under ZeRO stage 4", Unsupported),
@@ -314,7 +314,7 @@ STAGE_2: list[tuple[Callable[[Any], object], str, str, type[LayerstoreError]]] =
     (
         lambda tree: tree.update(zero_stage=_stage(3)),
         "optim",
-        "is named as of stages 1 and 2, but the optimizer was",
+        "has a name of stages 1 and 2, but the optimizer was",
         Unsupported,
     ),
     (lambda tree: tree.pop("base_optimizer_state"), "optim", "lacks optimizer_state_dict", SourceCheckpoint),

@@ -320,4 +320,4 @@ def test_a_store_of_a_group_is_for_its_members(scene: Path, fast_path: Path, is_
         assert failure is not None, name
         assert failure.exit_code == 12, failure.trace
         if name not in {"init", "save", "save_compactly"}:  # there is no store yet; a checkpoint is looked at first
-            assert "is user 0's, of group 4242, with mode 2770; you are user 65534" in (failure.hint or ""), name
+            assert "belongs to user 0 and group 4242, with mode 2770; you are user 65534" in (failure.hint or ""), name

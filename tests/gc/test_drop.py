@@ -204,7 +204,7 @@ def test_its_place_may_be_taken_and_then_it_stays_in_the_trash(three: Store, sav
     new = three.ingest(saved(4, seed=1), run="r").commit
 
     assert three.show("r@4").save_number == 1
-    with pytest.raises(Conflict, match=r"r@4 is commit .* by now"):
+    with pytest.raises(Conflict, match=r"r@4 is commit .* now"):
         three.undrop("r@4")
     three.drop("r@4")
     with pytest.raises(Conflict, match="2 commits of r@4 are in the trash"):
@@ -218,11 +218,11 @@ def test_a_run_comes_back_as_it_was_last(three: Store, saved: Checkpoints) -> No
     new = three.ingest(saved(4, seed=1), run="r").commit
     three.drop_commits(runs=["r"])
 
-    with pytest.raises(Conflict, match="have one place, r@4; nothing was changed"):
+    with pytest.raises(Conflict, match="both belong at r@4; nothing was changed"):
         three.undrop_commits([old, new])
     assert steps(three) == []
     back = three.undrop_commits(["r@2"], runs=["r"])
-    with pytest.raises(Conflict, match=r"r@4 is commit .* by now"):
+    with pytest.raises(Conflict, match=r"r@4 is commit .* now"):
         three.undrop_commits(runs=["r"])
     three.drop("r@2")
 
@@ -308,7 +308,7 @@ def test_it_does_not_come_back_into_another_attempt(store: Store, saved: Checkpo
     store.drop("r@3")
     assert store.ingest(saved(1, seed=9), run="r", rollback=True).attempt == 2
 
-    with pytest.raises(Conflict, match="attempt 2 of 'r' has another history by now"):
+    with pytest.raises(Conflict, match="attempt 2 of 'r' has another history now"):
         store.undrop("r@3")
 
     assert in_trash(store) == [3]

@@ -98,8 +98,8 @@ def test_nothing_of_the_folder_is_run_and_nothing_is_fetched(tmp_path: Path, mon
         (LLAMA, "names no model class of Transformers .*: None"),
         (LLAMA | {"architectures": ["MyOwnModel"]}, r"names no model class of Transformers .*: \['MyOwnModel'\]"),
         (LLAMA | {"architectures": ["load_tool"]}, "names no model class"),
-        (LLAMA_MODEL | {"hidden_size": "wide"}, "makes no model of the config: .*hidden_size"),
-        (LLAMA_MODEL | {"hidden_size": 10**10}, "makes no model of the config"),
+        (LLAMA_MODEL | {"hidden_size": "wide"}, "cannot make a model from the config: .*hidden_size"),
+        (LLAMA_MODEL | {"hidden_size": 10**10}, "cannot make a model from the config"),
     ],
 )
 def test_what_transformers_does_not_know_is_refused(config: dict[str, Any], message: str) -> None:

@@ -173,7 +173,7 @@ def test_a_step_of_an_abandoned_attempt_is_told_as_such(forked: Repository, step
         resolve(forked, f"sft@{step}")
 
     name = hint.split("@", maxsplit=1)[0]
-    assert caught.value.hint == f'{hint}; in Python, resume(…, run="{name}") takes it'
+    assert caught.value.hint == f'{hint}; in Python, use resume(…, run="{name}")'
     assert meant(forked, hint.split(maxsplit=1)[0])[1] == step
 
 

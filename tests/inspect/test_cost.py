@@ -182,7 +182,7 @@ def test_without_prices_nothing_has_a_cost() -> None:
     [
         ("", "1 instead of two"),
         ("1,2,3", "3 instead of two"),
-        ("1,$4", "not all of them numbers"),
+        ("1,$4", "not all of them are numbers"),
         ("1,-1", "cannot be -1.0"),
         ("1,inf", "cannot be inf"),
         ("nan,2", "cannot be nan"),

@@ -327,7 +327,7 @@ def test_shards_that_cannot_be_read_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(SourceCheckpoint, match="optim_states of rank 1 missing"):
         seen_at(tmp_path / "checkpoint-1")
 
-    assert several.value.hint == "name one of them; its config.json does, too"
+    assert several.value.hint == "name one of them, or its config.json"
 
 
 def test_a_config_is_named_after_its_folder_and_shards_go_before_it(config: Path) -> None:

@@ -308,7 +308,7 @@ MISFITS = {
     "tied": "parameter embed.weight and ",
     COMPOSITE: "the sub-groups of param group 0 and 1 more: ",
     "client_numpy": "the sub-groups of param group 0 and 1 more: 1 in the checkpoint, ",
-    FP16: "the checkpoint was saved without bf16, the engine trains with it",
+    FP16: "the checkpoint was saved without bf16, but the engine trains with it",
 }
 """Other runs that it is asked to resume from, and how what it says of them begins."""
 

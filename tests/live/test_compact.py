@@ -143,7 +143,7 @@ def test_a_compact_save_resumes_nearly(saved: Ran, run: str, within: float) -> N
 def test_a_resume_says_whether_it_is_bit_for_bit(saved: Ran) -> None:
     """On every rank, in its notes and on the first rank in the log: from which save it would be, and how to take it."""
     launch, _ = saved
-    said = "this resume is not bit for bit; the newest exact save is delta8@4 (resume(…, exact=True) takes it)"
+    said = "this resume is not bit for bit; the newest exact save is delta8@4 (use resume(…, exact=True))"
 
     for rank in range(2):
         [note] = one(launch, "resumed", name="delta8", asked={}, rank=rank)["notes"]

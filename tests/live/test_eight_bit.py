@@ -82,7 +82,7 @@ def test_composites_of_several_saves_or_for_other_ranks_are_refused(
             with pytest.raises(LayoutMismatch, match=WHOLE_ONLY) as raised:
                 refused()
             assert "--policy exact at world size 2" in str(raised.value.hint)
-        with pytest.raises(LayoutMismatch, match="cannot be had for 3 ranks"):
+        with pytest.raises(LayoutMismatch, match="cannot be composed for 3 ranks"):
             store.compose(f"{RUN}@4").write(tmp_path / "three", world_size=3)
         mixed.export(tmp_path / "weights")
 

@@ -42,7 +42,7 @@ def test_zero_3_goes_on_from_what_fsdp2_saved(launch: Launch) -> None:
     for event in only(launch, "back"):
         assert (event["same"], event["kept"], event["steps"]) == (True, {"epoch": 40}, 4)
     for event in only(launch, "notes"):
-        assert "what is DeepSpeed's own is that of sft@2, counted on by 2 updates" in event["notes"]
+        assert "DeepSpeed's own state comes from sft@2, advanced by 2 updates" in event["notes"]
 
 
 def test_layers_of_several_saves_go_on_under_zero_3(launch: Launch) -> None:

@@ -129,7 +129,7 @@ def test_one_slow_disk_does_not_end_training(ranks: Nursery, tmp_path: Path, und
     assert losses(launch, "slow").keys() == losses(launch, "dead").keys() == {1, 2, 3, 4}
     errors = {(event["name"], event["rank"]): event["errors"] for event in launch.events("status")}
     assert errors["slow", 0] == errors["slow", 1] == errors["piled", 0] == errors["piled", 1] == []
-    assert "the disk took nothing for 1 s" in errors["dead", 1][0]
+    assert "the disk accepted no data for 1 s" in errors["dead", 1][0]
     assert "could not write its share" in errors["dead", 0][0]
 
 
@@ -161,7 +161,7 @@ def test_a_first_launch_makes_the_store_and_says_so(
     said = [line.removeprefix("layerstore: ") for line in launch.log.read_text().splitlines() if "layerstore: " in line]
     mistyped = "run 'rnu' has no commit yet: training starts from scratch; did you mean run? runs here: run"
     other = "run 'new' has no commit yet: training starts from scratch; runs here: run"
-    refusal = "; resume(…, must_exist=True) refuses to begin"
+    refusal = "; resume(…, must_exist=True) raises instead"
     assert said == [
         *2 * [f"there is no store at {store} yet: training starts from scratch"],
         f"made a new store: {store}",

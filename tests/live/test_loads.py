@@ -123,7 +123,7 @@ def test_a_load_waits_for_the_savers_of_its_own_job(ranks: Nursery, tmp_path: Pa
     assert stuck[1]["message"] == f"rank 0: {stuck[0]['message']}"
     lost = one(launch, "hinted", name="lost")
     assert lost["error"] == "NotFound"
-    assert "a job still saves attempt 1: that save is not complete yet, or it failed" in lost["hint"]
+    assert "a job is still saving attempt 1: that save is incomplete or failed" in lost["hint"]
 
 
 def test_readers_without_layerstore_get_the_command(ranks: Nursery, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_readers_without_layerstore_get_the_command(ranks: Nursery, tmp_path: Pa
     assert told.keys() == {"no saver", "no saver, weights", "get_fp32", "script", "universal"}
     universal = told.pop("universal")
     assert universal["error"] == "Unsupported"
-    assert universal["hint"] == f"{command}; then DeepSpeed's ds_to_universal.py makes one of FOLDER"
+    assert universal["hint"] == f"{command}; then convert FOLDER with DeepSpeed's ds_to_universal.py"
     for name, event in told.items():
         assert "_model_states.pt is a pointer: the state is in the layerstore" in event["message"], name
         assert command in event["message"], name

@@ -287,7 +287,7 @@ def test_what_is_not_there_is_told(both: tuple[Launched, Launched]) -> None:
         assert words["empty"] == "None"
         assert words["must exist"] == "NotFound: run 'none-such' has no commit to resume from"
         assert words["unknown step"] == f"NotFound: run {ODD!r} has no step 77"
-        assert words["unknown policy"] == "InvalidInput: there is no policy 'none-such'"
+        assert words["unknown policy"] == "InvalidInput: unknown policy 'none-such'"
         assert words["no store"] == "None"
 
 
@@ -314,7 +314,7 @@ def test_what_stages_1_and_2_saved_goes_on_under_stage_3(both: tuple[Launched, L
 def test_what_stage_3_saved_does_not_go_on_under_stage_2(both: tuple[Launched, Launched]) -> None:
     """It is refused, and the hint says which form of it would do."""
     for found in of_all(both[1], "stages"):
-        assert found[ODD] == f"Unsupported: {ODD}@2 was saved under ZeRO stage 3, the engine trains under stage 2"
+        assert found[ODD] == f"Unsupported: {ODD}@2 was saved under ZeRO stage 3, but the engine trains under stage 2"
 
 
 @pytest.mark.parametrize("damage", DAMAGED)

@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> Path:
         ({"on_presure": "skip"}, InvalidInput, "'on_presure'"),
         ({"every": "3"}, InvalidInput, "every is '3'"),
         ({"every": -1}, InvalidInput, "every is -1"),
-        ({"policy": "partiy"}, InvalidInput, "there is no policy 'partiy'"),
+        ({"policy": "partiy"}, InvalidInput, "unknown policy 'partiy'"),
         ({"policy": "filter:evry=3"}, InvalidInput, "policy 'filter' has no setting 'evry'"),
         ({"mode": "synchronous"}, InvalidInput, "mode is 'synchronous'"),
         ({"host_buffer": "8 GBX"}, InvalidInput, "8 GBX"),

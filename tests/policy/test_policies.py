@@ -175,7 +175,7 @@ def test_settings_are_part_of_the_name() -> None:
         (lambda: Parity(fresh=1), "Parity: fresh is 1, but must be 'even' or 'odd' or None"),  # type: ignore[arg-type]
         (lambda: policy_named("filter:every=x"), "Filter: every is 'x', but must be a whole number"),
         (lambda: policy_named("drift:threshold="), "Drift: threshold is '', but must be a number"),
-        (lambda: policy_named("filter:share=1/0"), "filter has no share '1/0'"),
+        (lambda: policy_named("filter:share=1/0"), "invalid filter share '1/0'"),
         (lambda: policy_named("parity:fresh=both"), "Parity: fresh is 'both', but must be 'even' or 'odd' or None"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_single_value_may_be_repeated_by_alias() -> None:
     [
         ("«", "the recipe is empty"),
         ("«- base\n", "a recipe is a mapping"),
-        ("base: 1\n«base: 2\n", "'base' stands here for the second time, first in line 1"),
+        ("base: 1\n«base: 2\n", "'base' appears a second time here, first in line 1"),
         ("base: 1\n«---\nbase: 2\n", "a second document begins here"),
         ("base: «!!python/object/apply:os.system [id]\n", "the tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
         ("base: &all [1]\nrest: «*all\n", "there is no anchor &all of a single value"),
@@ -95,7 +95,7 @@ def test_what_no_recipe_needs_is_refused_where_it_stands(text: str, match: str) 
         ("*.norm: 1\n", "quote a pattern that begins with *"),
         ("*norm: 1\n", "quote a pattern that begins with *"),
         ("\tbase: 1\n", "spaces, not with tabs"),
-        ("layers: {a.[0-3]: 1}\n", "quote what holds any of"),
+        ("layers: {a.[0-3]: 1}\n", "quote text that has any of"),
     ],
 )
 def test_slips_that_are_likely_have_a_hint_of_their_own(text: str, hint: str) -> None:

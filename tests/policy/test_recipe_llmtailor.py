@@ -128,11 +128,11 @@ def test_any_valid_recipe_means_what_its_grammar_says(case: Case) -> None:
 @pytest.mark.parametrize(
     ("ranges", "match"),
     [
-        ("[0, 1] «[2, 4]", "[2, 4] stands where block 1 is due"),
+        ("[0, 1] «[2, 4]", "[2, 4] is out of order: block 1 comes next"),
         ("[0, 1] «[1, 2]", "the ranges total 2 blocks and the model has 4: model.layers.[2-3] is missing"),
         ("[0, 2] «[2, 5]", "[2, 5] ends after block 4, but the model has 4: 0 to 3"),
-        ("[0, 2] «[1, 4]", "[1, 4] stands where block 2 is due"),
-        ("«[2, 4] [0, 2]", "[2, 4] stands where block 0 is due"),
+        ("[0, 2] «[1, 4]", "[1, 4] is out of order: block 2 comes next"),
+        ("«[2, 4] [0, 2]", "[2, 4] is out of order: block 0 comes next"),
         ("«[3, 1] [0, 4]", "[3, 1] is not a range"),
         ("«[0, 2, 4]", "layer_range has 3 numbers"),
         ("[0, «x]", "layer_range is 'x', not a whole number"),
@@ -297,7 +297,7 @@ def test_checkpoints_may_be_spelled_in_many_ways(written: str) -> None:
         ("{model: {path: run/checkpoint-200, «revision: main}}", "'revision' is not supported"),
         ("{«path: run/checkpoint-200}", "model has no key 'path'"),
         ("«[a]", "model is a list"),
-        ("«other/checkpoint-100", "'other/checkpoint-100' is in another folder than 'run/checkpoint-200' in line 2"),
+        ("«other/checkpoint-100", "checkpoint-100' is in a different folder from 'run/checkpoint-200' in line 2"),
     ],
 )
 def test_what_is_no_checkpoint_of_the_run_is_refused(written: str, match: str) -> None:
@@ -329,7 +329,7 @@ def test_paths_with_at_and_plus_work_through_the_mapping(folder: str) -> None:
     [
         (
             "«models: [{model: run/checkpoint-100}]\nmerge_method: linear\n",
-            "'models' merges weights and knows no optimizer",
+            "'models' merges weights and ignores the optimizer",
         ),
         ("«merge_method: passthrough\n", "the recipe needs a value for 'slices'"),
         ("slices: «[]\nmerge_method: passthrough\n", "slices is empty"),
@@ -354,7 +354,7 @@ def test_the_frame_is_checked_before_the_model(text: str, match: str) -> None:
     [
         ("parameters: {«scale: 0.5}\n", "'scale' would change weights"),
         ("parameters: {«scale: [{filter: x, value: 1}]}\n", "'scale' would change weights"),
-        ("base_model: «other/checkpoint-200\n", "is in another folder"),
+        ("base_model: «other/checkpoint-200\n", "is in a different folder"),
         ("tokenizer: {«tokens: {a: {}}}\n", "'tokens' would make new embeddings"),
         ("tokenizer: {«pad_to_multiple_of: 64}\n", "'pad_to_multiple_of' would make new embeddings"),
     ],
@@ -405,8 +405,8 @@ def test_the_base_is_base_model_else_the_newest_step() -> None:
     assert plan(text, llama()).base.step == 300
     assert chosen.base.step == 200
     assert str(chosen.base.spot) == f"{FILE}:7:13"
-    (note,) = [note for note in chosen.notes if "from after the base" in note]
-    assert note.startswith(f"{FILE}:3:24: from after the base, step 200: model.layers.[0-3];")
+    (note,) = [note for note in chosen.notes if "newer than the base" in note]
+    assert note.startswith(f"{FILE}:3:24: newer than the base, step 200: model.layers.[0-3];")
 
 
 # -- which layer is which ------------------------------------------------------------------------------------------
@@ -513,15 +513,15 @@ def test_layers_are_known_by_name_wherever_the_optimizer_has_them() -> None:
         (model(layer("a"), layer("b")), "this model has no blocks"),
         (
             model(layer("model.embed_tokens"), *blocks(4), layer("model.norm")),
-            "takes one head, and in this model there is none",
+            "takes one head, and this model has none",
         ),
         (
             model(layer("e"), *blocks(4), layer("norm_a"), layer("norm_b"), layer("lm_head")),
-            "takes one norm, and in this model norm_a, norm_b may each be it",
+            "takes one norm, and this model has several candidates: norm_a, norm_b",
         ),
         (
             model(layer("e"), *blocks(4), layer("norm"), layer("head_a"), layer("head_b")),
-            "takes one head, and in this model head_a, head_b may each be it",
+            "takes one head, and this model has several candidates: head_a, head_b",
         ),
     ],
 )

@@ -99,10 +99,10 @@ def test_the_order_of_entries_means_nothing() -> None:
     [
         # Layers that are named not at all, twice, or by a name that no layer has.
         ("base: 1\n«layers: {model.norm: 1, lm_head: 1}\n", "no entry fits model.embed_tokens, model.layers.[0-3]"),
-        ("base: 1\nlayers:\n  '*': 1\n  «lm_head: 2\n", "lm_head: 'lm_head' fits what '*' in line 3 fits too"),
+        ("base: 1\nlayers:\n  '*': 1\n  «lm_head: 2\n", "lm_head: 'lm_head' overlaps '*' in line 3"),
         (
             "base: 1\nlayers:\n  model.layers.[0-2]: 1\n  «model.layers.[2-3]: 1\nrest: base\n",
-            "model.layers.2: 'model.layers.[2-3]' fits what",
+            "model.layers.2: 'model.layers.[2-3]' overlaps",
         ),
         ("base: 1\nlayers: {«head: 1}\nrest: base\n", "no layer of the model is called 'head'"),
         ("base: 1\nlayers: {«'model.layers.[0-4]': 1}\nrest: base\n", "names index 4, which no layer has"),
@@ -111,7 +111,7 @@ def test_the_order_of_entries_means_nothing() -> None:
         ("base: 1\nlayers: {«'x.[0:4]': 1}\n", "'0:4' in 'x.[0:4]' is not a range of numbers"),
         ("base: 1\nlayers: {«'x.[01]': 1}\n", "is not a range of numbers"),
         ("base: 1\nlayers: {«'x.[3-1]': 1}\n", "the range 3-1 in 'x.[3-1]' is empty"),
-        ("base: 1\nlayers: {«'x.[0-3': 1}\n", "has a bracket without its partner"),
+        ("base: 1\nlayers: {«'x.[0-3': 1}\n", "has an unmatched bracket"),
         ("base: 1\nlayers: {«'': 1}\n", "an empty name fits no layer"),
         # Sources.
         ("base: 1\nrest: «0100\n", "rest is '0100', which YAML may read as octal"),
@@ -128,7 +128,7 @@ def test_the_order_of_entries_means_nothing() -> None:
         ("«base: 1\n", "the recipe names no layers"),
         ("base: 1\nlayers:\n  «- lm_head\n", "layers is not a mapping"),
         ("base: 1\nrest: base\n«Layers: {}\n", "the recipe has no key 'Layers'"),
-        ("«model: 1\n", "no key of one stands at the top"),
+        ("«model: 1\n", "it has none of a recipe's top-level keys"),
         ("base: 1\n«slices: []\n", "'base' and 'slices' belong to different grammars"),
     ],
 )
@@ -163,7 +163,7 @@ def test_layers_from_after_the_base_are_noted() -> None:
     assert plan(text.format(head="other@200"), llama()).notes == ()
     for head in ("200", "sft@200"):
         (note,) = plan(text.format(head=head), llama()).notes
-        assert note.startswith(f"{FILE}:3:12: from after the base, step 100: lm_head;")
+        assert note.startswith(f"{FILE}:3:12: newer than the base, step 100: lm_head;")
 
 
 # -- patterns ------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_without_its_keyframe_whole_a_layer_is_kept_exactly(
     assert caught.value.message == (
         f"object {path.name} is damaged, which r's compact saves refer to; nothing was changed"
     )
-    assert "ingest the checkpoint that it came from again; --precision exact saves without it" in str(caught.value.hint)
+    assert "ingest again the checkpoint that it came from; --precision exact saves without it" in str(caught.value.hint)
     assert snapshot(five) == before
     assert not five.ingest(saved(8), run="r").is_new
     assert five.ingest(saved(12), run="r", precision="delta8", exact_every=None).is_new

@@ -87,22 +87,22 @@ LIES: dict[str, tuple[Change, str]] = {
     "reference elsewhere": (_of(0, reference="ab" * 16), "which its version does not name"),
     "reference is a path": (_of(0, reference="../../etc"), "which its version does not name"),
     "no reference": (lambda plain: plain["objects"][0].pop("reference"), "refers to nothing"),
-    "needless reference": (_slices(0, coding="companded8"), "unlike what its slices are coded as"),
-    "another type": (_slices(0, dtype="BF16"), "not of fp32"),
-    "longer slices": (_slices(0, elements=10**9), "coded or other slices"),
+    "needless reference": (_slices(0, coding="companded8"), "contradicting its slices' coding"),
+    "another type": (_slices(0, dtype="BF16"), "that are not fp32"),
+    "longer slices": (_slices(0, elements=10**9), "coded or different slices"),
     "a longer reference": (
         _of_reference(lambda older: [tensor.update(elements=7) for tensor in older["tensors"]]),
-        "coded or other slices",
+        "coded or different slices",
     ),
     "a coded reference": (
         _of_reference(lambda older: [tensor.update(coding="companded8") for tensor in older["tensors"]]),
-        "coded or other slices",
+        "coded or different slices",
     ),
     "a reference of another size": (
         _of_reference(lambda older: older.update(size_bytes=older["size_bytes"] + 1)),
         "size|bytes",
     ),
-    "a reference to moments": (_swap_references, "coded or other slices"),
+    "a reference to moments": (_swap_references, "coded or different slices"),
     "a spare reference": (lambda plain: plain["references"].append(plain["objects"][-1]), "none of its objects"),
     "a default spelled out": (_of(0, reference=""), "spells out a default"),
 }

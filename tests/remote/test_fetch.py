@@ -441,7 +441,7 @@ def test_a_remote_takes_saves_and_nothing_else(pushed: Store, url: str, write: s
         "remotes": lambda store: store.remotes.add("far", "s3://bucket/prefix"),
         "reindex": lambda store: store.reindex(),
     }
-    with layerstore.open(url) as remote, pytest.raises(Unsupported, match="takes saves"):
+    with layerstore.open(url) as remote, pytest.raises(Unsupported, match="only saves, pins"):
         verbs[write](remote)
 
 

@@ -34,7 +34,7 @@ def test_a_lead_alone_says_that_it_waits(monkeypatch: pytest.MonkeyPatch, port: 
 
     with (
         pytest.warns(processes.JobNotice, match=rf"waiting for the 2 processes of this job at 127.0.0.1:{port}"),
-        pytest.raises(JobLost, match="do not meet at"),
+        pytest.raises(JobLost, match="could not connect to each other at"),
     ):
         processes.Led(count=2)
 
@@ -43,7 +43,7 @@ def test_a_lead_alone_says_that_it_waits(monkeypatch: pytest.MonkeyPatch, port: 
 def test_a_port_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """MASTER_PORT may be anything."""
     monkeypatch.setenv("MASTER_PORT", text)
-    with pytest.raises(JobLost, match=f"do not meet at 127.0.0.1:{text}"):
+    with pytest.raises(JobLost, match=f"could not connect to each other at 127.0.0.1:{text}"):
         processes.Led(count=2)
 
 

@@ -155,7 +155,7 @@ def test_a_row_that_its_record_contradicts_is_found(repo: Repository) -> None:
     """What an answer rests on is held against the record, which is read and checked for it."""
     row = repo.catalog.view("sft").visible[0]
     [entry, *_] = row.entries().values()
-    with pytest.raises(IntegrityError, match="does not say what was read of it before"):
+    with pytest.raises(IntegrityError, match="does not match what was read of it before"):
         repo.catalog.check(row.name, [replace(entry, optimizer_step=10**6)])
 
 

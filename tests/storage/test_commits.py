@@ -156,7 +156,7 @@ def test_a_failed_last_sync_is_not_success(tmp_path: Path) -> None:
     with pytest.raises(StorageIO, match="is published, but its durability is not confirmed") as caught:
         repo.records.link(commit)
 
-    assert (caught.value.errno, caught.value.hint) == (errno.EIO, "repeat the command once the disk is well")
+    assert (caught.value.errno, caught.value.hint) == (errno.EIO, "repeat the command once the disk works again")
     assert repo.records.read(repo.records.name_of(commit)) == commit
     failing = False
     assert not repo.records.link(commit)

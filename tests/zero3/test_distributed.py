@@ -81,7 +81,7 @@ def test_one_half_is_told_of_the_whole(out: Path, half: str) -> None:
         discover(whole / half)
 
     assert refused.value.hint == f"name {whole}, which holds both"
-    assert str(without.value.hint).startswith(f"layerstore ingest {whole} ")
+    assert without.value.hint == f"layerstore ingest {whole}"
 
 
 def test_folders_of_saves_that_lie_side_by_side_are_several(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_all_names_the_command_for_others(tmp_path: Path, form: str) -> None:
     with pytest.raises(LayerstoreError) as refused:
         layerstore.find_checkpoints(tmp_path)
 
-    assert f"layerstore ingest {whole} takes it" in str(refused.value.hint)
+    assert f"layerstore ingest {whole}" in str(refused.value.hint)
 
 
 def test_each_is_noted_once(out: Path, tmp_path: Path) -> None:

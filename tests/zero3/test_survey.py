@@ -95,7 +95,7 @@ def test_what_is_no_checkpoint_of_ours_to_take_is_left_out_with_a_note(tmp_path:
 
     assert [tag.step for tag in survey.found] == [2, 4]
     assert sorted(note.split(": ")[1] for note in survey.notes) == [
-        "a compose writes it, or has left it unfinished",
+        "a compose is writing it, or left it unfinished",
         "it is a store",
         "it looks like a pipeline-parallel checkpoint",
     ]

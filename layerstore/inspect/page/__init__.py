@@ -1,8 +1,8 @@
 """
-One HTML file that shows some facts: page, style, script, and the facts as JSON. It loads nothing; where it is served,
-it asks the server whether there is more.
+One HTML file that shows some facts: page, style, script, and the facts as JSON. It loads nothing; if it is served,
+it asks its server whether the store has changed.
 
-Names in a store are untrusted text. They appear only in the JSON, with every character that HTML knows escaped, and
+Names in a store are untrusted text. They appear only in the JSON, with every character special to HTML escaped, and
 the script sets them as text, never as markup. A content security policy allows that one script and nothing else.
 """
 
@@ -19,7 +19,7 @@ BEGINS = b"<!doctype html>\n<!-- layerstore report -->\n"
 # Mail and ticket systems accept attachments of this size.
 PAGE_BYTES_MAX = 1_000_000
 
-# They share one scope; the last one begins.
+# They share one scope; the last one starts the page.
 _SCRIPTS = (
     "words.js",
     "run.js",
@@ -45,7 +45,7 @@ _ESCAPED = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
 
 
 def render(facts: Mapping[str, object], *, version: str | None = None) -> bytes:
-    """Return the page that shows *facts*; one with a *version* asks its server for another one."""
+    """Return the page that shows *facts*; with a *version*, it reloads once its server has another version."""
     style, scripts = _piece("page.css"), list(_SCRIPTS)
     if version is not None:
         scripts, facts = [*scripts, _SERVED_SCRIPT], {**facts, "version": version}

@@ -1,4 +1,4 @@
-"""A save of DCP becomes a commit: the coordinator decides what is due, and joins what all ranks have written."""
+"""Turn a save of DCP into a commit: the coordinator decides what is due, and joins what all ranks have written."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -57,12 +57,12 @@ class SaveInProgress:
 
     @cached_property
     def place(self) -> NextCommit:
-        """Its place in the run, from the run's newest commit when the save was planned."""
+        """The save's place in the run, from the run's newest commit when the save was planned."""
         return self._place_in(view_read_again(self.repo, self.options.run, self.options.step))
 
     def _place_in(self, view: RunView | None) -> NextCommit:
         """
-        Return its place in the run as of *view*.
+        Return the save's place in the run as of *view*.
 
         Raises:
             Conflict: The run has this step already, or a later one.
@@ -76,8 +76,8 @@ class SaveInProgress:
                     f"{run}@{options.step} is saved already"
                     if tip.step == options.step
                     else f"step {options.step} is before {run}@{tip.step}, the newest save of its run",
-                    hint=f'resumed_from="{options.run}@STEP" names the commit that training continued from; another '
-                    "run= keeps both",
+                    hint=f'give resumed_from="{options.run}@STEP", the commit that training continued from, or another '
+                    "run=",
                 )
         return NextCommit.at_step(
             self.repo, view, options.step, rivals=[], rollback=False, resumed_from=options.resumed_from
@@ -88,7 +88,7 @@ class SaveInProgress:
         if getattr(self.options.policy, "measures", False):
             raise Unsupported(
                 f"policy {self.options.policy.name} measures how far layers have moved, which DCP does not let us read",
-                hint="save with another policy, or every layer",
+                hint="use another policy, or save every layer",
             )
         return layers_due(self.repo, self.plan.layers, self.place, self.options.policy, run=self.options.run)
 
@@ -116,12 +116,12 @@ class SaveInProgress:
 
         Raises:
             Overtaken: A collection has removed an object that a rank had written.
-            Conflict: The run has got other commits meanwhile.
+            Conflict: The run got other commits during the save.
         """
         shares = list(written)
         options, place = self.options, self.place
         values = {key: data for share in shares for key, data in share.values.items()}
-        # Planned without the lock, which would be held for the whole save: so the place is checked again under it.
+        # Planned without the lock, which would be held for the whole save; so the place is checked again now, locked.
         with self.repo.lock_run(options.run), Transaction(self.repo) as tx:
             view = view_read_again(self.repo, options.run, options.step)
             if self._place_in(view) != place:
@@ -148,7 +148,7 @@ class SaveInProgress:
             for entry in record.layers:
                 if entry.layer not in self.due:
                     tx.inherit(entry)
-            # The ranks' own transactions have ended, so this one has to touch and name what they wrote.
+            # The ranks' own transactions have ended, so this one must touch and name what they wrote.
             named = [stored.ref for share in shares for part in share.parts for stored in part.named]
             for ref in tx.objects.unclaimed(named):
                 raise Overtaken(

@@ -14,7 +14,7 @@ from layerstore.limits import MIB
 from layerstore.threads import start
 
 _AT_ONCE_BYTES = MIB
-"""Smaller tensors are copied at once: counters, and buffers, which the forward pass changes."""
+"""Tensors up to this size are copied at once: counters, and buffers, which the forward pass changes."""
 
 
 class Copies:
@@ -22,7 +22,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}
-        """The copy of each storage, by address; the storages are held, so that no other one gets their address."""
+        """The copy of each storage, by address; `_kept` holds the storages, so that no other one gets their address."""
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Sources and targets that are still to be copied."""
         self._done = threading.Event()
@@ -43,7 +43,7 @@ class Copies:
         try:
             start(thread)
         except BaseException:
-            gate.remove()  # or the next update would wait for copies that nobody makes
+            gate.remove()  # else the next update would wait for copies that nobody makes
             raise
         return taken
 
@@ -114,7 +114,7 @@ class Copies:
         if copy_on_host is None:
             raise Unsupported(
                 "the planner makes tensors of its own, which training may have changed meanwhile",
-                hint="save with save() and not async_save(), or with another planner",
+                hint="use save() instead of async_save(), or another planner",
             )
         made = torch.empty(0, dtype=tensor.dtype)
         return made.set_(copy_on_host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -1,4 +1,4 @@
-"""``StoreReader``: torch.distributed.checkpoint loads from a store, also commits of DeepSpeed."""
+"""``StoreReader``: torch.distributed.checkpoint loads from a store, including commits of DeepSpeed."""
 
 import io
 import warnings
@@ -44,12 +44,12 @@ class StoreReader(StorageReader):
     """
     Loads *ref* of *store*, a path or a URL: ``load(state, storage_reader=StoreReader("runs/store", "sft@100"))``.
 
-    Each rank reads the parts of tensors that it needs, and checks all of them. A commit that DeepSpeed saved has the
-    names of ``get_state_dict``. *policy* chooses a version for each layer, seen from *ref*; without it, layers of
-    several saves are refused. With *exact*, the newest save up to *ref* that was kept bit for bit takes its place.
+    Each rank reads the parts of tensors that it needs, and checks all of them. A commit that DeepSpeed saved gets the
+    names of ``get_state_dict``. *policy* chooses a version for each layer, seen from *ref*; without it, layers from
+    several saves are refused. With *exact*, the newest save up to *ref* that was kept bit for bit is used instead.
 
     Raises:
-        Conflict: Layers are of several saves, and no *policy* was given.
+        Conflict: Layers are from several saves, and no *policy* was given.
         NotFound: There is no such commit.
     """
 
@@ -92,7 +92,7 @@ class StoreReader(StorageReader):
         if composite.mixture and self._policy is None:
             raise Conflict(
                 f"{composite.name}: {composite.mixture}",
-                hint='StoreReader(…, policy="latest") loads it all the same; policy="exact" never takes other saves',
+                hint='StoreReader(…, policy="latest") loads it anyway; policy="exact" never mixes saves',
             )
         for note in filter(None, (composite.mixture, composite.inexact)):
             warnings.warn(f"{composite.name}: {note}", stacklevel=4)
@@ -122,7 +122,7 @@ class StoreReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Do nothing: no rank has a special part in reading."""
+        """Do nothing: no rank has a special role in reading."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return *plan*, with the commit that this rank has found."""
@@ -172,7 +172,7 @@ class StoreReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Whether it could name a commit."""
+        """Whether *checkpoint_id* could name a commit."""
         return isinstance(checkpoint_id, str)
 
     # -- values ------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class _Landing:
         target = self.planner.resolve_tensor(self.item).detach()
         if target.shape != self.source.shape:
             raise LayoutMismatch(
-                f"{self.item.dest_index.fqn!r} is {tuple(target.shape)}, in the store {tuple(self.source.shape)}"
+                f"{self.item.dest_index.fqn!r} is {tuple(target.shape)} here, {tuple(self.source.shape)} in the store"
             )
         if target.data_ptr() != self.source.data_ptr():
             target.copy_(self.source)

@@ -186,19 +186,19 @@ class StoreWriter(StorageWriter, AsyncStager):
             for _ in read_values(path, {key: len(data) for key, data in values.items()}):
                 pass  # raises before anything is written
         compact = compact_layers(repo, self._options.keyframes, instruction.compact)
-        # Through the page cache: the caller of save waits, and the disk can catch up later.
+        # Written through the page cache: the caller of save waits, and the disk can catch up later.
         with Transaction(repo) as tx, Threads(WORKERS_MAX, thread_name_prefix="write") as pool:
             staging = Staging(
                 tx.objects, _Reader(plan.items, planner, self._copies), source="the state", checksums=Checksums()
             )
             staged = run_all(pool, partial(_staged, staging, compact), instruction.work)
-            tx.objects.publish()  # durable before the coordinator hears of it; the record comes from there
+            tx.objects.publish()  # durable before the coordinator learns of it and writes the record
             written = Written(
                 tuple(_parts(staging, compact, staged)), values, tx.objects.bytes_new, tx.objects.bytes_reused
             )
         self._copies = None
         results = [WriteResult(index=item.index, size_in_bytes=0, storage_data=None) for item in plan.items]
-        # DCP brings the results of all ranks to the coordinator; the first one of each carries what the commit needs.
+        # DCP brings all ranks' results to the coordinator; the first result of each carries what the commit needs.
         if results:
             results[0] = replace(results[0], storage_data=written)
         done: Future[list[WriteResult]] = Future()
@@ -212,7 +212,7 @@ class StoreWriter(StorageWriter, AsyncStager):
             return value.getvalue()
         value = value.detach() if self._copies is None else self._copies.copy_of(value.detach())
         buffer = io.BytesIO()
-        torch.save(value.cpu().clone(), buffer)  # cloned, because all memory behind a view would be saved
+        torch.save(value.cpu().clone(), buffer)  # cloned, because torch.save writes all memory behind a view
         return buffer.getvalue()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

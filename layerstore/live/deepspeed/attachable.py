@@ -26,7 +26,7 @@ class AttachableEngine:
 
     @property
     def binding(self) -> Binding:
-        """Its saver and the commit that it holds."""
+        """The attached saver, and the commit that the engine holds."""
         return self.engine.binding
 
     def meet(self, exchange: Exchange) -> None:
@@ -37,7 +37,7 @@ class AttachableEngine:
         self._loader.settle()
 
     def install(self) -> Callable[[], None]:
-        """Make it save and load through the store; return a function that undoes it."""
+        """Make the engine save and load through the store; return a function that undoes this."""
         self._loader.install(self.engine)
         return self._loader.uninstall
 
@@ -54,7 +54,7 @@ class AttachableEngine:
         fill()
 
     def warn(self, what: str, *notes: str) -> None:
-        """Log *notes* on *what*, on one rank only."""
+        """Log *notes* about *what*, on one rank only."""
         self.engine.warn(what, *notes)
 
 
@@ -81,5 +81,5 @@ class EngineLoad:
         return view["global_steps"].integer(), view["global_samples"].integer(), view["skipped_steps"].integer()
 
     def fill(self) -> None:
-        """Load it with DeepSpeed's own loader."""
+        """Load the composite with DeepSpeed's own loader."""
         self._loader.fill(self._engine, self._loaded)

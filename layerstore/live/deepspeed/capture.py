@@ -72,6 +72,6 @@ def _slices(source: RankSource) -> set[Storage]:
 
 
 def _buffers(source: RankSource) -> set[Storage]:
-    """Return the storages of buffers, which also change in forward."""
+    """Return the storages of buffers, which the forward pass changes, too."""
     module = source.model["module"]
     return {module[name].tensor().storage for name in source.buffers}

@@ -1,8 +1,8 @@
 """
 The engine's checkpoint engine: makes ``save_checkpoint`` and ``load_checkpoint`` use the store.
 
-A save is captured as by ``Saver.save`` and leaves pointer files in the folder. Pointers are loaded from the store, all
-other files as before.
+A save is captured as by ``Saver.save`` and leaves pointer files in the folder. Pointers are loaded from the store;
+DeepSpeed loads all other files as before.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 
 
 class StoreCheckpointEngine:
-    """Wraps DeepSpeed's checkpoint engine: saves of the whole state and pointers use the store, all else passes on."""
+    """Wraps DeepSpeed's checkpoint engine: whole-state saves and pointers use the store, all else is passed on."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -77,7 +77,7 @@ class StoreCheckpointEngine:
     def create(self, info: Any) -> None:
         """Begin a save."""
         self._held.clear()
-        self._stop_handing_over()  # in case the save before has failed
+        self._stop_handing_over()  # in case the previous save failed
         if self.saver is not None:
             self._stop_handing_over = self._known_engine().hand_over_model()
         self.real.create(info)
@@ -104,7 +104,7 @@ class StoreCheckpointEngine:
             )
             # After the save has begun: if it is refused, the folder has no pointer to a commit that never comes.
             with saver.exchange.raise_on_all():
-                # Also under the name of stage 3, which can continue from what stages 1 and 2 have saved.
+                # Also under stage 3's file name: stage 3 can continue from what stages 1 and 2 have saved.
                 for_stage_3 = model_path.with_name(first_shard_of(self._known_engine().rank))
                 for path in {model_path, for_stage_3, optimizer_path}:
                     write_pointer(saver.store.repo.files, path, pointer)
@@ -138,7 +138,7 @@ class StoreCheckpointEngine:
     @contextmanager
     def loading(self, *, is_whole: bool, note: str) -> Iterator[None]:
         """
-        Surround one load of the engine; without *is_whole*, it omits the optimizer's state.
+        Wrap one load of the engine, which omits the optimizer's state unless *is_whole*.
 
         The saver continues from the loaded commit; after a partial load, it starts from scratch.
         """
@@ -203,12 +203,12 @@ class StoreCheckpointEngine:
                 pointer = read_pointer(path)
                 if pointer is not None:
                     wait_for_saves(pointer.store_id, pointer.run)
-            # Read before: the loader reads its first file more than once.
+            # It may be read already: the loader reads its first file more than once.
             known = self._load if self._load is not None and self._load[0] == pointer else None
             with exchange.raise_on_all():
                 found = (known[1].store, known[1].composition) if known else self._find_target(path, pointer)
             what = "shards" if found is None else f"a pointer to {found[1].commit}"
-            check_same(exchange, path.parent, f"{what}, read before" if known else what)
+            check_same(exchange, path.parent, f"{what}, read already" if known else what)
             if known or pointer is None or found is None:
                 return known
             return pointer, self._read(exchange, pointer, *found)
@@ -218,8 +218,8 @@ class StoreCheckpointEngine:
             return None
         if self._known_engine().loads_universal:
             raise Unsupported(
-                f"{path.parent} holds pointers, and the engine loads universal checkpoints",
-                hint=f"{pointer.command}; then DeepSpeed's ds_to_universal.py makes one of FOLDER",
+                f"{path.parent} holds pointers, but the engine loads universal checkpoints",
+                hint=f"{pointer.command}; then convert FOLDER with DeepSpeed's ds_to_universal.py",
             )
         store = store_of(pointer, self.saver)
         return store, composition_of(store, pointer)
@@ -236,7 +236,7 @@ class StoreCheckpointEngine:
         return self._engine or ZeroEngine(engine_with(self))
 
     def _binding(self) -> Binding:
-        # Of the engine itself, which may be of a kind that no saver can be attached to.
+        # Found by the engine itself, which may be of a kind that no saver can be attached to.
         return binding_of(engine_with(self)) if self._engine is None else self._engine.binding
 
     # -- the rest of the interface -------------------------------------------------------------------------------

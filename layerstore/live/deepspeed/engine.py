@@ -1,7 +1,7 @@
 """
 The adapter to DeepSpeed's engine: all uses of DeepSpeed's own names are in this file.
 
-docs/reference/support.md lists the versions of DeepSpeed that were tried.
+docs/reference/support.md lists the versions of DeepSpeed that were tested.
 """
 
 import copy
@@ -39,7 +39,7 @@ class LoadHandler(Protocol):
     """A checkpoint engine that takes part in its engine's loads."""
 
     def loading(self, *, is_whole: bool, note: str) -> AbstractContextManager[None]:
-        """Surround one load; without *is_whole*, it omits the optimizer's state. *note* is logged if pointers load."""
+        """Wrap one load, which omits the optimizer's state unless *is_whole*; log *note* if pointers are loaded."""
 
     def whole_weights(self, path: Path) -> "dict[str, torch.Tensor] | None":
         """Return all weights of the checkpoint with the ``model_states`` file *path*; None if that is not a pointer."""
@@ -86,7 +86,7 @@ class ZeroEngine:
             )
         if shared < job:
             raise Unsupported(
-                f"the optimizer's state is shared among {shared} of {job} ranks, so several would save as the same one",
+                f"the optimizer's state is shared among {shared} of {job} ranks, so several would save as one rank",
                 hint="for sequence parallelism, give deepspeed.initialize an mpu instead of mesh_param (in the config: "
                 "data_parallel_size)",
             )
@@ -97,7 +97,7 @@ class ZeroEngine:
         kind = type(self._zero).__name__
         why = hint = ""
         if getattr(self.engine, "has_moe_layers", False):
-            why = "of DeepSpeed's own mixture of experts, whose experts are in files of their own"
+            why = "for DeepSpeed's own mixture of experts, whose experts are in files of their own"
             hint = "mixtures of Transformers, such as Mixtral, can be saved"
         elif device.endswith("nvme"):
             why = "offloaded to NVMe: its state is in files of its own"
@@ -126,7 +126,7 @@ class ZeroEngine:
             LOG.info(message, *arguments)
 
     def warn(self, what: str, *notes: str) -> None:
-        """Log *notes* on *what*, on one process only."""
+        """Log *notes* about *what*, on one process only."""
         for note in notes if self.engine.global_rank == 0 else ():
             LOG.warning("%s: %s", what, note)
 
@@ -140,7 +140,7 @@ class ZeroEngine:
         """Whether no gradient has been accumulated for an update that is still to come."""
         is_boundary = getattr(self.engine, "_is_gradient_accumulation_boundary", None)
         if is_boundary is not None:
-            return bool(is_boundary)  # Accelerate counts batches itself and calls step() once an update
+            return bool(is_boundary)  # Accelerate counts batches itself and calls step() once per update
         return int(self.engine.micro_steps) % int(self.engine.gradient_accumulation_steps()) == 0
 
     @property
@@ -203,7 +203,7 @@ class ZeroEngine:
         return undo
 
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Call *action* before each update of the optimizer; return a function that stops that."""
+        """Call *action* before each update of the optimizer; return a function that stops this."""
         if not hasattr(self._zero.optimizer, "register_step_pre_hook"):
             return lambda: None  # `ungated` has the reason
         handle = self._zero.optimizer.register_step_pre_hook(lambda *_: action())
@@ -211,13 +211,13 @@ class ZeroEngine:
         return remove
 
     def check_fully_loaded(self) -> None:
-        """Raise Conflict if the last load has failed half-way."""
+        """Raise Conflict if the last load failed half-way."""
         self.binding.check_fully_loaded()
 
     def capture(
         self, tag: str, client_state: Mapping[str, object], *, pattern: re.Pattern[str] | None, exclude_frozen: bool
     ) -> Captured:
-        """Return this rank's state as it is now, grouped into layers by *pattern*, its paths below `FOLDER`."""
+        """Return this rank's state as it is now, grouped into layers by *pattern*, with paths below `FOLDER`."""
         states = self.states(tag, client_state, exclude_frozen=exclude_frozen)
         return capture(states, rank=self.rank, folder=FOLDER, pattern=pattern)
 
@@ -288,7 +288,7 @@ class ZeroEngine:
             finally:
                 engine.checkpoint_engine = real
         if path is None:
-            raise Unsupported("DeepSpeed did not load what it was given", hint="which version of DeepSpeed is it?")
+            raise Unsupported("DeepSpeed did not load what it was given", hint="is this DeepSpeed version supported?")
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
@@ -296,7 +296,7 @@ class ZeroEngine:
         Partition all parameters, as the engine's own save does, if slices might be on NVMe.
 
         Otherwise the slices are in memory, gathered or not. Partitioning and gathering the persistent parameters takes
-        a collective for each, which would be most of the time of a save.
+        a collective for each, which would take most of a save's time.
         """
         if not self._swaps_parameters:
             yield
@@ -308,7 +308,7 @@ class ZeroEngine:
             self._zero.checkpoint_event_epilogue()
 
     def _ungather(self, module: dict[str, Any]) -> None:
-        """Replace gathered parameters in *module* by empty tensors, as for partitioned ones."""
+        """Replace gathered parameters in *module* with empty tensors, as for partitioned ones."""
         gathered = {
             _place(parameter): parameter.new_empty(0)
             for parameter in self.engine.module.parameters()
@@ -344,7 +344,7 @@ def _wrapped_load(engine: Any, own: LoadHandler) -> Callable[..., Any]:
 
     @functools.wraps(load)
     def load_checkpoint(*arguments: Any, **named: Any) -> Any:
-        if engine.checkpoint_engine is not own:  # it was replaced since
+        if engine.checkpoint_engine is not own:  # it has been replaced since
             return load(*arguments, **named)
         given = signature.bind(*arguments, **named).arguments
         has_optimizer = bool(given.get("load_optimizer_states", True))
@@ -387,7 +387,7 @@ def engine_of(model: Any, optimizer: Any) -> Any:
     """
     Return the engine that trains *model*: trainers pass callbacks the bare model, which does not know its engine.
 
-    *optimizer* is the trainer's, perhaps in Accelerate's wrapper: earlier engines of the model may still be alive.
+    *optimizer*, perhaps in Accelerate's wrapper, identifies it: earlier engines of the model may still be alive.
 
     Raises:
         InvalidInput: There is none; or there are several, and the optimizer does not identify one of them.

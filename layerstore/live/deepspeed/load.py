@@ -52,15 +52,15 @@ class Loaded:
         """
         Plan the load for *rank* of *world_size* under ZeRO *stage*; None means the stage that saved it.
 
-        Versions are read, but for *own_versions*.
+        Versions are read from the store, except *own_versions*.
 
         Raises:
-            Unsupported: It was saved under stage 3, and *stage* is 1 or 2.
+            Unsupported: The composite cannot be loaded under *stage*.
         """
         base = composition.base
         if stage not in {None, STAGE_3} and base.stage == STAGE_3 and not base.is_dcp:
             raise Unsupported(
-                f"{base.run}@{base.step} was saved under ZeRO stage 3, the engine trains under stage {stage}",
+                f"{base.run}@{base.step} was saved under ZeRO stage 3, but the engine trains under stage {stage}",
                 hint="set zero_optimization.stage to 3; or compose --format universal, which every stage loads",
             )
         self.store = store
@@ -78,7 +78,7 @@ class Loaded:
         )
         if base.is_dcp and stage not in {None, self.load.stage}:
             raise Unsupported(
-                f"{self.name} continues as ZeRO stage {self.load.stage}, the engine trains under stage {stage}",
+                f"{self.name} continues as ZeRO stage {self.load.stage}, but the engine trains under stage {stage}",
                 hint=f"set zero_optimization.stage to {self.load.stage}, or to 3",
             )
 
@@ -137,7 +137,7 @@ class Loaded:
         words = ["with" if file_name.startswith("bf16_") else "without" for file_name in (saved, name)]
         if words[0] != words[1]:
             raise LayoutMismatch(
-                f"the checkpoint was saved {words[0]} bf16, the engine trains {words[1]} it",
+                f"the checkpoint was saved {words[0]} bf16, but the engine trains {words[1]} it",
                 hint=_PRECISION_HINT,
             )
 
@@ -155,11 +155,11 @@ def read_for(
     """
     Return *composition* as *engine* loads it, and the notes of `Loaded.check_fits`. Collective.
 
-    Raises as `Loaded` and its `check_fits` do, maybe on one rank alone.
+    Raises as `Loaded` and its `check_fits` do, perhaps on one rank alone.
     """
     own: OwnVersions = {}
     if is_whole and _needs_own_slices(engine, composition):
-        # First, since the other ranks would wait here for one that has failed before.
+        # First: if one rank had failed earlier, the others would wait for it here.
         own = own_versions(exchange, store.repo, versions_to_load(composition))
     loaded = Loaded(
         store,
@@ -175,7 +175,7 @@ def read_for(
 
 
 def _needs_own_slices(engine: ZeroEngine, composition: Composition) -> bool:
-    """Whether each rank of *engine* needs of *composition* the slices that it saved itself, and no others."""
+    """Whether each rank of *engine* needs only the slices of *composition* that it saved itself."""
     base = composition.base
     # Under stages 1 and 2 every rank needs all weights.
     is_stage_3 = base.stage == engine.stage == STAGE_3 and not base.is_dcp
@@ -294,7 +294,7 @@ def _facts(
         ("the type of", _PRECISION_HINT): {name: module[name].dtype for name in trained if name in module},
         ("the sub-groups of param group", _GROUPS_HINT): dict(enumerate(counts)),
         ("the parameters of sub-group", _GROUPS_HINT): dict(enumerate(map(list, groups))),
-        # Under stages 1 and 2 the same parameters make the same partitions; one optimizer's masters have padding.
+        # Not under stages 1 and 2: the same parameters make the same partitions, and one optimizer pads its masters.
         ("the elements of sub-group", _GROUPS_HINT): dict(enumerate(flat.numel() for flat in flats if is_stage_3)),
         ("the type of sub-group", _PRECISION_HINT): dict(enumerate(flat.dtype for flat in flats)),
     }

@@ -26,7 +26,7 @@ class Captured:
     moments: Mapping[str, int]
     """How many tensors the optimizer keeps for each layer on all ranks; for DeepSpeed, whether it keeps any."""
     is_dcp: bool = False
-    """Whether the commit is one of ``torch.distributed.checkpoint``."""
+    """Whether the commit has the form of ``torch.distributed.checkpoint``."""
     undivided: str = ""
     """The state of the optimizer that cannot be cut into layers; empty if there is none."""
     model: Memory
@@ -52,7 +52,7 @@ class Captured:
 
 class Engine(Protocol):
     """
-    The interface of an engine for a saver. `live.deepspeed.ZeroEngine` implements it for DeepSpeed.
+    The interface that a saver needs from an engine. `live.deepspeed.ZeroEngine` implements it for DeepSpeed.
 
     An engine that makes saves of its own passes them to ``Saver.take``.
     """
@@ -105,10 +105,10 @@ class Engine(Protocol):
         pattern: re.Pattern[str] | None,
         exclude_frozen: bool,
     ) -> Captured:
-        """Return this rank's state as it is now, grouped into layers by *pattern*, its paths below `FOLDER`."""
+        """Return this rank's state as it is now, grouped into layers by *pattern*, with paths below `FOLDER`."""
 
     def check_fully_loaded(self) -> None:
-        """Raise Conflict if the last load has failed half-way."""
+        """Raise Conflict if the last load failed half-way."""
 
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Call *action* before each update of the optimizer; return a function that stops that."""
+        """Call *action* before each update of the optimizer; return a function that stops this."""

@@ -1,5 +1,5 @@
 """
-Live objects -> an inert tree, the same as from reading the ``.pt`` file that ``torch.save`` would write.
+Turn live objects into an inert tree, equal to that of the ``.pt`` file that ``torch.save`` would write.
 
 Nothing is written and no tensor is copied: storages point at the memory that holds their bytes.
 """
@@ -25,7 +25,7 @@ _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 class NotPlain(TypeError):
-    """A value that no checkpoint can keep: not plain, not a tensor, not one of numpy's."""
+    """A value that no checkpoint can keep: neither plain, nor a tensor, nor a numpy value."""
 
     @classmethod
     def at(cls, where: str, value: object, trait: str = "") -> Self:
@@ -35,18 +35,18 @@ class NotPlain(TypeError):
 
 
 class Memory:
-    """The storages that trees point to, and the current place of the bytes of each."""
+    """The storages that trees point to, and where the bytes of each are now."""
 
     def __init__(self, name: str) -> None:
         self._folder = Path(name)
         self._storages: dict[int, Storage] = {}
         self._held: dict[Path, torch.UntypedStorage] = {}
         self._replaced: list[torch.UntypedStorage] = []
-        """Storages that were copied: held as well, so that no other one gets their address."""
+        """Storages that were copied: held, too, so that no other storage gets their address."""
         self._marks: dict[Path, Hashable] = {}
 
     def storage(self, tensor: "torch.Tensor") -> Storage:
-        """Return the node of *tensor*'s storage, always the same one."""
+        """Return the node of *tensor*'s storage, the same node each time."""
         untyped = tensor.untyped_storage()
         dtype = by_torch_name(_dtype_name(tensor))
         node = self._storages.get(untyped._cdata)
@@ -93,11 +93,11 @@ class Memory:
         return place
 
     def keep_copy(self, path: Path) -> None:
-        """Replace the memory at *path* by our own copy on the host."""
+        """Replace the memory at *path* with our own copy on the host."""
         copy = self.bytes_of(path).to("cpu", copy=True)
         self._replaced.append(self._held[path])
         self._held[path] = copy.untyped_storage()
-        self._marks[path] = object()  # torch does not count every change, such as those of a norm's averages
+        self._marks[path] = object()  # torch does not count every change, such as those to a norm's averages
 
     def settle(self, storage: Storage) -> None:
         """Copy the content of *storage*, into the node itself if it is small."""

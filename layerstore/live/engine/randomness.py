@@ -29,7 +29,7 @@ def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
         "numpy": np.random.get_state(),  # the legacy generator, which libraries use
         "cpu": torch.random.get_rng_state(),
     }
-    if torch.cuda.is_available():  # of the current device alone: each rank has one
+    if torch.cuda.is_available():  # only the current device's: each rank has one device
         states["cuda"] = torch.cuda.random.get_rng_state()
     data = BytesIO()
     torch.save(states, data)
@@ -60,7 +60,7 @@ def _fill(storage: Storage) -> Any:
 
 
 def set_random_state(states: dict[str, Any]) -> bool:
-    """Set this process's generators; return False if CUDA's is only in *states* or only in this process."""
+    """Set this process's generators; return False if CUDA is only in *states* or only in this process."""
     import numpy as np
     import torch
 

@@ -1,5 +1,5 @@
 """
-An inert tree -> live objects, for an engine to load.
+Turn an inert tree into live objects, for an engine to load.
 
 Only listed classes are ever instantiated: containers and tensors here, and the few small classes in an engine's state,
 which the engine's room lists. Everything else is refused; no name from a tree is ever looked up.

@@ -21,7 +21,7 @@ class AttachableModule:
 
     @property
     def binding(self) -> Binding:
-        """Its saver and the commit that it holds."""
+        """The attached saver, and the commit that the module holds."""
         return self.engine.binding
 
     def meet(self, exchange: Exchange) -> None:
@@ -67,6 +67,6 @@ class AttachableModule:
             saver.rebase_on(self.binding.composition_in(saver.store))
 
     def warn(self, what: str, *notes: str) -> None:
-        """Log *notes* on *what*, on one rank only."""
+        """Log *notes* about *what*, on one rank only."""
         for note in notes if self.engine.rank == 0 else ():
             LOG.warning("%s: %s", what, note)

@@ -38,7 +38,7 @@ def capture(
     Describe the state of *engine* after *step* updates.
 
     Trained tensors and moments stay in place, to be copied before the next update; so do frozen weights, unless they
-    have changed before. Buffers, counters and everything else may change at any time, so they are copied now.
+    have changed already. Buffers, counters and everything else may change at any time, so they are copied now.
     """
     state = _State(engine, exclude_frozen=exclude_frozen)
     plan = _plan(engine, state, pattern)
@@ -128,7 +128,7 @@ class _State:
         self._watched: list[tuple[str, torch.Tensor, int]] = []
 
     def watch(self, key: str) -> None:
-        """Remember that the tensor *key* must not change until it was copied."""
+        """Remember that the tensor *key* must not change until it is copied."""
         self._watched.append((key, self.flat[key], self.flat[key]._version))
 
     def changed(self) -> str:
@@ -178,7 +178,7 @@ def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _plan(engine: ModuleState, state: _State, pattern: re.Pattern[str] | None) -> PlannedSave:
-    """Return which rank writes what, the same on every rank; planned again only when the optimizer keeps more."""
+    """Return which rank writes what, the same on every rank; planned again only if the set of tensors changes."""
     known = state.signature, frozenset(state.trained), pattern
     if engine.planned is None or engine.planned[0] != known:
         plan = plan_save(
@@ -195,7 +195,7 @@ def _plan(engine: ModuleState, state: _State, pattern: re.Pattern[str] | None) -
 
 
 def _items(state: _State, *, world_size: int) -> Iterator[Item]:
-    """Yield every part of every tensor, with the rank that writes it: of those that hold it, the least loaded."""
+    """Yield every part of every tensor, with the rank that writes it: the least loaded of those that hold it."""
     loads = [0] * world_size
     owners: dict[tuple[str, Box], int] = {}
     for number, (key, value) in enumerate(state.flat.items()):
@@ -211,7 +211,7 @@ def _items(state: _State, *, world_size: int) -> Iterator[Item]:
             holders.setdefault(box, []).append(rank)
         parameter = str(state.paths[key][1 if state.paths[key][0] == MODEL else 2])
         for box, ranks in holders.items():
-            # Moments are written by the rank that writes their parameter. Buffers may differ: the first rank's count.
+            # The rank that writes a parameter writes its moments, too. Buffers may differ: the first rank's are kept.
             least = min(ranks, key=loads.__getitem__) if state.is_alike(key) else ranks[0]
             owner = owners.setdefault((parameter, box), least)
             loads[owner] += prod(box[1]) * by_code(dtype).bytes

@@ -78,11 +78,11 @@ class ModuleEngine(ModuleState):
         return capture(self, client_state, step=self.step, pattern=pattern, exclude_frozen=exclude_frozen)
 
     def check_fully_loaded(self) -> None:
-        """Raise Conflict if the last load has failed half-way."""
+        """Raise Conflict if the last load failed half-way."""
         self.binding.check_fully_loaded()
 
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Call *action* before each update of an optimizer; return a function that stops that."""
+        """Call *action* before each update of an optimizer; return a function that stops this."""
         handles = [optimizer.register_step_pre_hook(lambda *_: action()) for optimizer in self.optimizers]
 
         def stop() -> None:

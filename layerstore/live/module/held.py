@@ -39,7 +39,7 @@ class ModuleState:
         self._boxes: dict[str, tuple[tuple[int, ...], list[Box]]] | None = None
         self._first_marks: dict[str, tuple[int, int]] = {}
         self.planned: tuple[object, PlannedSave] | None = None
-        """The plan of which rank writes what, after the facts that it follows from."""
+        """The facts that the last plan was made from, and that plan: which rank writes what."""
         names, seen = self.names, set[int]()
         for group in self.groups():
             for parameter in group["params"]:
@@ -89,7 +89,7 @@ class ModuleState:
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:
-        """The parameters that an optimizer updates, by name, with those that are frozen now but have a state."""
+        """The parameters that an optimizer updates, by name, including those that are frozen now but have a state."""
         names = self.names
         return {
             names[id(parameter)]: parameter
@@ -137,10 +137,10 @@ class ModuleState:
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:
         """
-        Return the part of a tensor of the model that each rank holds.
+        Return, by rank, the part of the model's tensor *name* that the rank holds.
 
         Raises:
-            Conflict: It did not exist, or had another shape, when the saver was attached.
+            Conflict: The tensor did not exist, or had another shape, when the saver was attached.
         """
         assert self._boxes is not None, "meet is called before the first save"
         known, boxes = self._boxes.get(name, (None, []))
@@ -182,7 +182,7 @@ def _bare(model: object) -> torch.nn.Module:
 
 
 def _within(given: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers of torch in a list, or in the wrappers of Accelerate and torchtitan."""
+    """Yield torch's optimizers in *given*: one, a list, or a wrapper of Accelerate or torchtitan."""
     several = given if isinstance(given, list | tuple) else getattr(given, "optimizers", None)
     inner = getattr(given, "optimizer", None)
     if several is not None:

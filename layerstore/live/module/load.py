@@ -30,7 +30,7 @@ _OWN_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "
 """Settings of a param group that stay the program's own, whatever was saved."""
 
 _CLASS_SETTINGS = ("betas", "momentum")
-"""Settings by which classes of optimizers differ."""
+"""Settings that tell classes of optimizers apart."""
 
 _STEADY_SETTINGS = ("amsgrad", "dampening", "decoupled_weight_decay", "eps", "maximize", "nesterov", "weight_decay")
 """Settings that neither schedules nor optimizers change: if one differs, the program was changed."""
@@ -52,7 +52,7 @@ class ModuleLoad:
         optimizer: bool = True,
     ) -> None:
         """
-        Read and check this rank's part of *weights* and *optimizer*, which trainers may load one by one.
+        Read and check this rank's part of *weights* and *optimizer*, which trainers may load separately.
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.
@@ -82,7 +82,7 @@ class ModuleLoad:
         self._states = self._plan_states() if optimizer else {}
         self._groups = list(self._plan_groups()) if optimizer else []
         self.notes = (*cautions(repo, composition, is_live=True), *notes, *self._lacking(), *self._replaced())
-        # Everything is planned before anything is read: a misfit costs no reading.
+        # Everything is planned before anything is read: a mismatch is found without reading.
         self._boxes.read()
         own = engine.rank if len(self._base.states) == engine.world_size == self._base.world_size else 0
         self._state = repo.state(self._base.states[own])
@@ -200,10 +200,10 @@ class ModuleLoad:
         for number, (group, saved) in enumerate(zip(self._engine.groups(), self._groups, strict=False)):
             for key in _STEADY_SETTINGS:
                 if key in group and key in saved and group[key] != saved[key]:
-                    text = f"{key} of param group {number} is {saved[key]}, as it was saved, and not {group[key]}"
+                    text = f"{key} of param group {number} is {saved[key]}, as saved, not {group[key]}"
                     replaced.setdefault(key, []).append(text)
         for first, *others in replaced.values():
-            yield f"{first}; so are those of {len(others)} more" if others else first
+            yield f"{first}; likewise in {len(others)} more" if others else first
 
     # -- values ------------------------------------------------------------------------------------------------------
 

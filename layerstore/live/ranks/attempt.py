@@ -2,8 +2,8 @@
 Choose the attempt that a job saves: one that no other job is saving.
 
 If two jobs saved one attempt, their commits would mix. So the second job opens the next attempt, and both continue.
-However the process ends, the lock is released. For the same reason, a job opens the next attempt if later commits of
-its own were dropped: they may come back.
+The lock is released however the process ends. For the same reason, a job opens the next attempt if later commits of its
+attempt were dropped: they may be brought back.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _TRIES = 10
 
 
 def place_resumed(view: RunView | None, composition: Composition | None) -> NextCommit:
-    """Return the place of saves after an engine was filled with *composition*; None means that it starts anew."""
+    """Return where saves continue after an engine was filled with *composition*; None if it starts from scratch."""
     if composition is None:
         return NextCommit.begun(view)
     base = composition.base
@@ -48,7 +48,7 @@ class AttemptLock:
         """
         Lock the attempt of *wish*, or the next free one; return the place where all ranks save from now on, and log it.
 
-        If this raises, the lock that was held before stays.
+        If this raises, the previous lock stays held.
 
         Raises:
             Conflict: The ranks see different commits.
@@ -71,13 +71,13 @@ class AttemptLock:
                         f"the ranks see different commits of run {self._run!r}",
                         hint="does every host see the same store?",
                     )
-                # Only now is the old attempt released: had this raised, its saver would continue it.
+                # The old attempt is released only now: if this had raised, the saver would continue it.
                 self._hold(attempt, unless_agreed.pop_all())
                 with self._exchange.raise_on_all():
                     if self._exchange.rank == 0:
                         self._log_place(place)
                 return place
-        raise Conflict(f"others keep changing run {self._run!r}", hint="try again, or wait for them")
+        raise Conflict(f"other jobs keep changing run {self._run!r}", hint="try again, or wait for them")
 
     def _place_at(self, wish: PlaceFinder, attempt: int) -> NextCommit | None:
         self._repo.records.refresh()  # only rank 0's mirror of a bucket has the commits that it made
@@ -138,5 +138,5 @@ class AttemptLock:
         trash = self._repo.trash
         for name in trash.records():
             if name.run == self._run and (place.after is None or name.step > place.after):
-                with contextlib.suppress(NotFound, IntegrityError):  # emptied meanwhile, or damaged and lost
+                with contextlib.suppress(NotFound, IntegrityError):  # the trash was emptied, or the record is damaged
                     yield trash.read_record(name).record.attempt

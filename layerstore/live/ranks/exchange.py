@@ -1,10 +1,10 @@
 """
 Messages between ranks: one small all-gather on the host, called by the main thread of every rank.
 
-It has its own gloo group, which does not wait for the accelerator's work.
+The messages have their own gloo group, which does not wait for the accelerator's work.
 
 A save needs one message: all ranks report which save they want, whether they can make it, and how earlier ones ended,
-and every rank draws the same conclusions from the same reports. A resume also sends each rank what is for it alone.
+and every rank draws the same conclusions from the same reports. A resume also sends each rank data of its own.
 """
 
 import json
@@ -33,7 +33,7 @@ TEXT_BYTES_MAX = 2048
 _SILENT_SECONDS_MAX = 60.0
 
 _LATE_SECONDS = 120.0
-"""After so long a rank that waits for the others says so; in `Exchange.wait` they are silent for a minute at a time."""
+"""When a rank that waits for the others says so; longer than the minute between messages in `Exchange.wait`."""
 
 Answer = TypeVar("Answer")
 
@@ -57,7 +57,7 @@ class Exchange:
         problem: Exception | None = None
         try:
             yield
-        except Exception as exc:  # noqa: BLE001  # raised below, since the other ranks wait for our message first
+        except Exception as exc:  # noqa: BLE001  # raised below: first, the other ranks need our message
             problem = exc
         texts = self.texts("" if problem is None else f"{type(problem).__name__} {problem}")
         if problem is not None:
@@ -106,7 +106,7 @@ class Exchange:
         return [sum(column) for column in zip(*(tensor.tolist() for tensor in gathered), strict=True)]
 
     def integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every rank's *values*, by rank; all ranks pass equally many."""
+        """Return every rank's *values*, by rank; all ranks pass the same number of them."""
         import torch
 
         return [tensor.tolist() for tensor in self._gathered(torch.tensor(values, dtype=torch.int64))]
@@ -116,21 +116,21 @@ class Exchange:
         Send each rank one of *messages*, by rank; return what every rank has sent to this one.
 
         Raises:
-            IntegrityError: A message was damaged on its way.
+            IntegrityError: A message was damaged in transit.
         """
         import torch
 
         sizes = torch.tensor([len(data) + DIGEST_BYTES for data in messages], dtype=torch.int64)
         of_one = [1] * len(messages)
         sizes_dealt = self._dealt(sizes, torch.empty_like(sizes), of_one, of_one).tolist()
-        with self.raise_on_all():  # else a rank without the memory would leave the others waiting for its data
+        with self.raise_on_all():  # else a rank that lacks the memory would leave the others waiting for its data
             sealed = bytearray().join(data + digest(data) for data in messages)
             dealt = torch.empty(sum(sizes_dealt), dtype=torch.uint8)
         data = self._dealt(torch.frombuffer(sealed, dtype=torch.uint8), dealt, sizes.tolist(), sizes_dealt)
         received = [part.numpy().tobytes() for part in torch.split(data, sizes_dealt)]
         for rank, part in enumerate(received):
             if digest(part[:-DIGEST_BYTES]) != part[-DIGEST_BYTES:]:
-                raise IntegrityError(f"a message of rank {rank} was damaged on its way", hint="try again")
+                raise IntegrityError(f"a message from rank {rank} was damaged in transit", hint="try again")
         return [part[:-DIGEST_BYTES] for part in received]
 
     def wait(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
@@ -187,16 +187,16 @@ class Exchange:
 
 @contextmanager
 def _warning_if_kept_waiting(rank: int, call: str) -> Iterator[None]:
-    """Log a line if the other ranks are late for *call*: they may never come, and nobody else would say why."""
+    """Log a line if the other ranks are late for *call*: they may never come, and nothing else would say why."""
 
     def warn() -> None:
         LOG.warning(
-            "rank %d has waited %.0f s in %s for the other ranks: every rank has to call it", rank, _LATE_SECONDS, call
+            "rank %d has waited %.0f s in %s for the other ranks: every rank must call it", rank, _LATE_SECONDS, call
         )
 
     timer = threading.Timer(_LATE_SECONDS, warn)
     timer.daemon = True
-    with suppress(RuntimeError):  # no thread is to be had; an error of this rank alone would strand the others
+    with suppress(RuntimeError):  # no thread can be started; an error on only this rank would strand the others
         timer.start()
     try:
         yield
@@ -221,7 +221,7 @@ SAVES_MAX = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """The report of one rank to the others; or, merged, that of all ranks."""
+    """One rank's report to the others, or the merged reports of all ranks."""
 
     step: int = 0
     number: int
@@ -229,7 +229,7 @@ class RankReport:
     is_at_boundary: bool = True
     """Whether no gradients are being accumulated for a coming update."""
     is_pressed: bool = False
-    """Whether so many bytes are unwritten that another save would block training."""
+    """Whether so many saves or bytes are unwritten that another save would block training."""
     is_tight: bool = False
     """Whether the next update may have to wait until this save's copies find room in the host buffer."""
     free_bytes: int = 0
@@ -268,7 +268,7 @@ def agree_on_save(exchange: Exchange, report: RankReport) -> RankReport:
         reports = _exchanged(exchange, report)
     for rank, other in enumerate(reports):
         if other.problem and other.is_mistyped:
-            raise TypeError(f"{other.problem} (on rank {rank}); only plain values, tensors and numpy's can be kept")
+            raise TypeError(f"{other.problem} (on rank {rank}); only plain and numpy values and tensors can be kept")
         if other.problem:
             raise InvalidInput(f"step {report.step} cannot be saved: {other.problem} (on rank {rank})")
     if len({(other.step, other.number) for other in reports}) > 1:
@@ -306,7 +306,7 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
 
 
 def open_session(exchange: Exchange, repo: Repository) -> str:
-    """Return a new session, the same on all ranks, for their parts; check that all ranks see the same store."""
+    """Return a new session for the ranks' parts, the same on all ranks; check that all see the same store."""
     session = exchange.first(secrets.token_hex(16) if exchange.rank == 0 else "")
     with exchange.raise_on_all():
         if exchange.rank == 0:

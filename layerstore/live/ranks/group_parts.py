@@ -16,9 +16,9 @@ class GroupParts(PartStore):
     """
     The parts of a job's saves.
 
-    In the node's own store a part is where any part is, so that collections there keep what it names. Other ranks read
-    it from the key-value store through which the process group was formed. Its operations are not collectives, so
-    background threads may use it, and no bucket or disk has to answer.
+    In the node's own store, a part is at its usual place, so that collections there keep what it names. Other ranks
+    read it from the key-value store through which the process group was formed. Operations on that are not collectives,
+    so background threads may use them, and no bucket or disk needs to answer.
     """
 
     def __init__(self, layout: Layout, files: Files, *, store_id: str, group: "Rendezvous", world_size: int) -> None:
@@ -31,8 +31,8 @@ class GroupParts(PartStore):
         return True
 
     def ranks(self, session: str, save: int) -> set[int]:
-        """Return all ranks once each has left a part of *save*, and none before; one request for all of them."""
-        # Adding 0 reads the count; getting it would wait until there is one.
+        """Return all ranks once each has left a part of *save*, and no rank before; takes a single request."""
+        # Adding 0 reads the count; a get would block until there is one.
         is_complete = self._group.add(self._count(session, save), 0) >= self._world_size
         return set(range(self._world_size)) if is_complete else set()
 
@@ -42,7 +42,7 @@ class GroupParts(PartStore):
         self._pass_on(part)
 
     def publish(self, part: Part) -> None:
-        """Make *part*, which reports that this rank failed, visible to all ranks, unless there is one already."""
+        """Make *part*, which reports that this rank failed, visible to all ranks, unless the rank has one there."""
         # Not in the node's store: a failure names nothing that collections would have to keep.
         if not self._group.check([part_name(part.session, part.save, part.rank)]):
             self._pass_on(part)
@@ -56,7 +56,7 @@ class GroupParts(PartStore):
     def find(self, session: str, save: int, rank: int) -> Part | None:
         """Return a part, None if it does not exist; raises IntegrityError if it is damaged."""
         name = part_name(session, save, rank)
-        if not self._group.check([name]):  # getting it would wait for it
+        if not self._group.check([name]):  # a get would block until it exists
             return None
         return unseal_part(self._group.get(name), name=name, store_id=self._store_id)
 

@@ -20,7 +20,7 @@ def store_if_there(store: Store | StrPath) -> Store | None:
 
     Raises:
         NoStore: The bucket is missing.
-        AlreadyExists: No store could be made there: the path is a file, or a folder with something else.
+        AlreadyExists: No store could be made there: the path is a file, or a folder with other content.
         InvalidInput: No store could be made there: the path is inside another store.
         IntegrityError: There was a store, but its ``store.json`` is lost.
     """
@@ -35,7 +35,7 @@ def store_if_there(store: Store | StrPath) -> Store | None:
         try:
             check_free(path, files)
         except AlreadyExists:
-            if files.exists(layout_at(path).identity):  # another job has made it meanwhile
+            if files.exists(layout_at(path).identity):  # another job has made it in the meantime
                 return as_store(store)
             raise
     return None
@@ -72,7 +72,7 @@ def _make(path: StrPath) -> None:
         init(path).close()
     except (AlreadyExists, Conflict):
         try:
-            as_store(path).close()  # another job has made it meanwhile
+            as_store(path).close()  # another job has made it in the meantime
         except NoStore:
             pass  # something else is there, as the first error says
         else:
@@ -102,7 +102,7 @@ def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> N
 
 def runs_here(store: Store, run: str) -> str | None:
     """
-    Return the hint for a *run* that *store* does not have: it was dropped, or another run has a similar name.
+    Return the hint for a *run* that *store* lacks: it was dropped, a run has a similar name, or which runs there are.
 
     None if there is no other run.
     """

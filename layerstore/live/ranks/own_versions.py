@@ -1,8 +1,8 @@
 """
 What versions say about each rank's own slices, read once for all ranks.
 
-A version describes the slices of all ranks, but each rank needs its own alone. So one rank reads, checks and takes
-apart each version, and sends every rank its part.
+A version describes the slices of all ranks, but each rank needs only its own. So one rank reads, checks and splits each
+version, and sends every rank its part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ Layer = TypeVar("Layer")
 
 def own_versions(exchange: Exchange, repo: Repository, layers: Sequence[Sequence[LayerEntry]]) -> OwnVersions:
     """
-    Return what some versions of *layers* say about the slices of this rank, the shard of as many ranks as saved.
+    Return what versions of *layers* say about this rank's slices, where as many ranks saved them as there are now.
 
-    Left out is a layer with a damaged version, or one that other numbers of ranks have cut: each rank reads these
-    itself, and says itself what is wrong. Collective.
+    A layer is left out if a version of it is damaged, or was cut for another number of ranks: each rank reads such a
+    layer itself, and reports itself what is wrong. Collective.
     """
     rank, ranks = exchange.rank, exchange.size
     with exchange.raise_on_all():
@@ -41,18 +41,18 @@ def own_versions(exchange: Exchange, repo: Repository, layers: Sequence[Sequence
 
 
 def versions_to_load(composition: Composition) -> list[tuple[LayerEntry, ...]]:
-    """Return the versions that a load of *composition* reads by layer: the base's own are compared with the chosen."""
+    """Return, by layer, the versions that a load of *composition* reads: the chosen one and, to compare, the base's."""
     own = {entry.layer: entry for entry in composition.base.layers}
     return [tuple(dict.fromkeys((entry, own[entry.layer]))) for entry in composition.layers]
 
 
 def share_of(layers: Sequence[Layer], rank: int, ranks: int) -> Sequence[Layer]:
-    """Return the *layers* that *rank* reads for all *ranks*: as many as others do, and of few, those of many hosts."""
+    """Return the *layers* that *rank* reads for all *ranks*: an equal share; if they are few, spread over the hosts."""
     return layers[rank * len(layers) // ranks : (rank + 1) * len(layers) // ranks]
 
 
 def _messages(repo: Repository, layers: Sequence[Sequence[LayerEntry]], ranks: int) -> list[list[Plain]]:
-    """Return for each rank what it needs of the versions of *layers*, which are named."""
+    """Return for each rank what it needs of the versions of *layers*, each with the version's name."""
     messages: list[list[Plain]] = [[] for _ in range(ranks)]
     for layer in layers:
         try:
@@ -61,7 +61,7 @@ def _messages(repo: Repository, layers: Sequence[Sequence[LayerEntry]], ranks: i
             break  # the store does not answer: each further version might wait as long, and all other ranks with it
         except LayerstoreError:
             continue
-        # All of a layer or none: a rank compares what it knows of them.
+        # All versions of a layer or none: a rank compares what it knows of them.
         if all(_is_cut_for(version, ranks) for version in versions.values()):
             for ref, version in versions.items():
                 for message, data in zip(messages, _taken_apart(version, ranks), strict=True):
@@ -70,7 +70,7 @@ def _messages(repo: Repository, layers: Sequence[Sequence[LayerEntry]], ranks: i
 
 
 def _is_cut_for(version: LayerVersion, ranks: int) -> bool:
-    """Whether so many *ranks* hold the slices of *version* as ZeRO-3 cuts them."""
+    """Whether *version* is cut evenly for this number of *ranks*, as ZeRO-3 cuts it."""
     return version.cut == "even" and all(stored.shards in {1, ranks} for stored in version.objects)
 
 

@@ -1,7 +1,7 @@
 """
 The threads behind a saver: one copies, one writes and, on rank 0, one commits. None of them calls a collective.
 
-An error here never reaches training: the save is given up, and its status has the error.
+An error here never reaches training: the save is given up, and the status shows the error.
 """
 
 import threading
@@ -66,12 +66,12 @@ def referable_on_all(
     exchange: Exchange, repo: Repository, place: NextCommit, *, shard: int | None, world_size: int
 ) -> tuple[dict[str, LayerVersion], list[str]]:
     """
-    Return what `referable` does, the same layers on every rank, each of which looks for its own objects. Collective.
+    Return what `referable` does, with the same layers on every rank; each rank looks only for its own objects.
 
-    Looking for those of all ranks would cost a call for each of a million on each of thousands of ranks.
+    Looking for all ranks' objects would cost a million calls on each of thousands of ranks. Collective.
     """
     layers = [(entry,) for entry in place.inherited.values()]
-    # A rank that may write any slice needs all of them.
+    # A rank that may write any slice needs the whole versions.
     own = {} if shard is None else own_versions(exchange, repo, layers)
     with exchange.raise_on_all():
         older, others = referable(replace(repo, own_versions=own), place, shard=shard, world_size=world_size)
@@ -115,7 +115,7 @@ class Background:
         self._writing = Worker("write", self._write)
         self._committing = Worker("commit", self._commit) if commits else None
         self._has_said_exact = False
-        """Whether it was logged that nothing of a save could be kept in the precision that was asked for."""
+        """Whether it was logged that nothing of a save could be kept in the requested precision."""
         self.has_lost_base = False
         """Whether a layer that the next commit would inherit was collected, so that every layer must be saved again."""
 
@@ -171,10 +171,10 @@ class Background:
             self._following.written(job, part)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = one_line(exc)
-            self._older.clear()  # or shares that are planned already may fail for the same reason
+            self._older.clear()  # else shares that are already planned may fail for the same reason
             LOG.error("step %d was not saved: %s; training continues", job.joint.step, job.failure)
             if isinstance(exc, StorageIO) and exc.errno in FULL_DISK_ERRNOS and self._committing is not None:
-                LOG.error("layerstore gc makes room there; a saver with keep= removes old saves by itself")
+                LOG.error("layerstore gc makes room in the store; a saver with keep= removes old saves by itself")
             self._report_failure(job)
         finally:
             try:
@@ -197,7 +197,7 @@ class Background:
             if job.joint.compact and not commit.observed.losses and not self._has_said_exact:
                 self._has_said_exact = True
                 LOG.warning(
-                    "step %d: its layers are kept exactly: %s is for weights and for moments like Adam's, in fp32",
+                    "step %d: its layers are kept exactly: %s applies only to weights and moments like Adam's, in fp32",
                     job.joint.step,
                     job.joint.precision.name,
                 )
@@ -212,7 +212,7 @@ class Background:
                 self._inherited, self.has_lost_base = {}, True
         finally:
             try:
-                # After the record, or when there will be none: until then only the parts keep what the ranks wrote.
+                # After the record, or if there will be none: until then, only the parts keep what the ranks wrote.
                 self._remove_parts(job.joint)
             finally:
                 job.is_resolved.set()
@@ -237,4 +237,4 @@ class Background:
         try:
             self._repo.parts.remove(joint.session, joint.save, world_size=joint.share.world_size)
         except Exception as exc:  # noqa: BLE001  # the thread must survive; a collection will remove them
-            LOG.warning("parts of step %d are left for a collection: %s", joint.step, exc)
+            LOG.warning("parts of step %d could not be removed, a collection will: %s", joint.step, exc)

@@ -2,7 +2,7 @@
 After each commit of a saver: send it to the next levels, and remove commits that retention does not keep.
 
 A thread of the committing rank waits for commits, and a helper process calls `Store.push` and `Store.gc` at the lowest
-priority. A thread alone would slow training down, because marking a store takes Python's interpreter lock: on a store
+priority. A thread alone would slow training down, because marking a store holds Python's interpreter lock: on a store
 of 100,000 objects, training steps of 10 ms took 270 ms during the 17 s of a collection in a thread, but 9 ms with a
 separate process.
 """
@@ -35,10 +35,10 @@ from layerstore.threads import start
 from layerstore.units import size
 
 BUCKET_SECONDS = 3600.0
-"""The least time between two collections of a store in a bucket."""
+"""The minimum time between two collections of a store in a bucket."""
 
 GRACE_SECONDS: float | None = None
-"""The grace of the collections; None for the library's default."""
+"""The grace period of the collections; None for the library's default."""
 
 # The process imports layerstore from the same place as this one, however training finds its modules. The path comes
 # last, so that nothing in it shadows another module. One line, since ps shows it.
@@ -59,8 +59,8 @@ class Collector:
         """
         *places* are where commits are sent, nearest first: remotes by name or URL, and folders.
 
-        *origin*, for a node's own store, is the URL of the level behind it, which knows all commits; only what it has
-        may be removed here.
+        *origin*, for a node's own store, is the URL of the level behind it, which knows all commits; only commits that
+        are there may be removed here.
         """
         self._store = store
         self._keep = keep
@@ -107,7 +107,7 @@ class Collector:
         self._wishes.put(False)
         process = self._process
         if at_once and process is not None:
-            process.terminate()  # a push and a collection may be killed at any time
+            process.terminate()  # it is safe to kill a push or a collection at any time
         self._thread.join()
 
     def _run(self) -> None:
@@ -168,7 +168,7 @@ class Collector:
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of the helper process to *question*."""
-        # Files, not pipes: a child that training forks meanwhile would keep a pipe open.
+        # Files, not pipes: a child that training forks in the meantime would keep a pipe open.
         with tempfile.TemporaryFile() as question_file, tempfile.TemporaryFile() as answer_file:
             question_file.write(json.dumps(question).encode())
             question_file.seek(0)
@@ -197,8 +197,8 @@ class Collector:
             LOG.info("another collection is under way: the next save tries again")
         elif answer.get("commits_removed"):
             commits = answer["commits_removed"]
-            # Young objects stay for the grace, since unfinished saves may use them.
-            freed = f", {size(answer['bytes_freed'])} freed" if answer["bytes_freed"] else "; their bytes follow"
+            # Young objects stay for the grace period, since unfinished saves may use them.
+            freed = f", {size(answer['bytes_freed'])} freed" if answer["bytes_freed"] else "; bytes are freed later"
             LOG.info("%d commit%s collected%s", commits, "" if commits == 1 else "s", freed)
         for note in answer.get("notes", ()):
             LOG.warning("%s", note)
@@ -215,7 +215,7 @@ def answer_question() -> None:
     """Run the helper process: push and collect as the question on stdin asks, and print the answer."""
     question = json.load(sys.stdin)
     os.nice(19)  # use only the CPU time that training does not need
-    with suppress(OSError):  # where /proc cannot be written, it is called python
+    with suppress(OSError):  # if /proc is not writable, the process is called python
         Path("/proc/self/comm").write_text(_PROCESS_NAME)
     answer: dict[str, Any] = {}
     try:
@@ -225,7 +225,7 @@ def answer_question() -> None:
                 question["keep"] = None  # commits that only this node has are incomplete: collect after the next save
             view = store.repo.catalog.find(run)
             newest = None if view is None else view.newest
-            # Sent before it is collected: only commits that a place has by now may go.
+            # Sent before collecting: only commits that a place already has may be removed.
             if newest is not None:
                 answer |= _sent(store, newest.name, places)
             if newest is not None and question["keep"] is not None:
@@ -252,7 +252,7 @@ def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, 
     """
     Send the run of the *newest* commit to all *places*; return its step if the last place has it, and the errors.
 
-    A place that fails does not keep the others from getting it, and nothing that it lacks is removed here.
+    If a place fails, the others still get the run, and nothing that the failed place lacks is removed here.
     """
     answer: dict[str, Any] = {"push_error": ""}
     for place in places:
@@ -260,7 +260,7 @@ def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, 
             _send(store, newest.run, place, is_last=place == places[-1])
         except LayerstoreError as exc:
             answer.setdefault("error", one_line(exc))
-            # A damaged older commit or a moved pin is reported, but the newest save may have arrived all the same.
+            # A damaged older commit or a moved pin is reported, but the newest save may have arrived anyway.
             if not (isinstance(exc, AlreadyExists | IntegrityError) and _has(store, newest, place)):
                 answer["push_error"] = answer["push_error"] or one_line(exc)
                 continue
@@ -301,11 +301,11 @@ def _collected(
         and any(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
     ):
         # The bucket has records without their objects: push again, now comparing.
-        with suppress(AlreadyExists, IntegrityError):  # the push before has reported the same
+        with suppress(AlreadyExists, IntegrityError):  # the earlier push has reported the same
             store.push(places[0], runs=[run])
         outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     later = [_remote(store, place) for place in places]
-    # A folder in the middle may lack older commits, which only levels behind it have, so each of those is checked, too.
+    # A folder in the middle may lack older commits, which only later levels have, so each of those is checked, too.
     for following in later[1:]:
         outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     for number, place in enumerate(places[:-1], 1):

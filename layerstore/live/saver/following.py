@@ -74,14 +74,14 @@ class Following:
             self._committed()
 
     def note(self, session: str, timing: SaveTiming) -> None:
-        """Write *timing* to the level where commits are made; if that is behind the nodes, in the background."""
+        """Write *timing* to the level where commits are made; in the background if that is behind the nodes."""
         write = partial(note_timing, self.repo, session, timing)
         if self._sender is not None:
             self._sender.after_commits(write, timing.step)
             return
         try:
             write()
-        except LayerstoreError as exc:  # such as a full disk: training, whose thread this is, continues
+        except LayerstoreError as exc:  # such as a full disk; this is training's thread, which continues
             LOG.warning("could not record the timing of step %d: %s", timing.step, exc)
 
     def _copied(self) -> None:
@@ -130,11 +130,11 @@ class Following:
         exchange.wait(self._sender.wait)
         is_complete = not any(exchange.sums([float(bool(self._sender.error))]))
         if not is_complete and exchange.rank == 0:
-            LOG.warning("the newest saves are only in the nodes, not in %s: resume there", self.repo.name)
+            LOG.warning("the newest saves are only on these nodes, not in %s: resume on the same nodes", self.repo.name)
         return is_complete
 
     def is_sent(self, seconds: float) -> bool:
-        """Return whether the level behind the nodes has all saves after at most *seconds*; True without such levels."""
+        """Return whether the level behind the nodes has all saves, after at most *seconds*; True if there is none."""
         return self._sender is None or self._sender.wait(seconds)
 
     def wait(self, seconds: float) -> bool:
@@ -143,7 +143,7 @@ class Following:
 
     @property
     def has_lost_base(self) -> bool:
-        """Whether the level behind the nodes will never get some save."""
+        """Whether some save will never reach the level behind the nodes."""
         return self._sender is not None and self._sender.has_lost_base
 
     def begin_anew(self) -> None:

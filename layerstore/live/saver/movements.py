@@ -1,8 +1,8 @@
 """
 Measure how far each layer has moved since its last save, for policies that use it.
 
-It is measured on a fixed sample of the masters, chosen by position in the whole parameter, so it is the same for any
-number of ranks. Each rank samples the elements that it holds; one small all-gather adds up the sums.
+Movement is measured on a fixed sample of the masters, chosen by position in the whole parameter, so it is the same for
+any number of ranks. Each rank samples the elements that it holds; one small all-gather adds up the sums.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,7 +64,7 @@ class MovementWatch:
         self._counts: list[int] = []
         """The number of trained elements in each layer."""
         self._paths: set[tuple[Path, Path | None]] = set()
-        """The storages of masters, each with that of their second moments."""
+        """The storages of masters, each with the storage of their second moments."""
         self._masters: list[_Places] = []
         self._squares: list[_Places] = []
         """In the same order; empty if there are no second moments."""
@@ -81,7 +81,7 @@ class MovementWatch:
 
         self._choose_elements(captured.share)
         masters, squares = ([places.taken(captured) for places in group] for group in (self._masters, self._squares))
-        # A single transfer, since each one waits for everything that the device has begun.
+        # A single transfer, since each transfer waits for all work that the device has begun.
         elements = torch.cat([*masters, *squares]).to("cpu") if masters else torch.empty(0, dtype=torch.float64)
         count = sum(map(len, masters))
         return Sample(captured.share, elements[:count], elements[count:] if len(squares) == len(masters) else None)
@@ -138,7 +138,7 @@ class MovementWatch:
         self._known.clear()
 
     def _choose_elements(self, share: Share) -> None:
-        """Choose the elements, once: an engine's state stays in place, until the optimizer has its first moments."""
+        """Choose the elements, and again only if the state has moved, as when the optimizer gets its first moments."""
         import torch
 
         layers = tuple(layer.layer for layer in share.layers)
@@ -189,7 +189,7 @@ def _first(part: SliceSource) -> int:
 
 
 def _own_places(shape: Sequence[int], part: SliceSource) -> list[int]:
-    """Return the sampled elements of *part*, a slice of a parameter of *shape*, counted from its first."""
+    """Return the sampled elements of *part*, a slice of a parameter of *shape*, as positions in *part*."""
     first, last = part.begin, part.begin + part.elements
     runs = (range(max(begin, first), min(end, last)) for begin, end in sampled(prod(shape)))
     return [element - first for run in runs for element in run]

@@ -43,7 +43,7 @@ class SaverOptions:
     exact_every: int | None = EXACT_EVERY
     """Every Nth version of a layer is exact; with None, only the first."""
     mode: Mode = "async"
-    """``async``; with ``sync``, every ``save`` waits until it is durable."""
+    """``async``; with ``sync``, every ``save`` waits until the save is durable."""
     host_buffer: int | str = "auto"
     """The limit of the memory for copies on this host, in bytes or as ``"8GB"``."""
     on_pressure: Pressure = "wait"
@@ -61,7 +61,7 @@ class SaverOptions:
     """
     durable: Durable = "local"
     """
-    With ``remote``, a save counts as safe only once *push* has it, and ``wait`` and ``sync`` saves return then.
+    With ``remote``, a save counts as safe only once it is pushed; ``wait`` and ``sync`` saves return only then.
     """
     frozen: Frozen = "once"
     """``once`` writes frozen weights once; ``exclude`` leaves them out."""
@@ -70,7 +70,7 @@ class SaverOptions:
     on_saved: Callable[[SaveTiming], None] | None = None
     """Called on rank 0, in its training thread, with the timing of each save that became a commit."""
     on_failed: Callable[[SaveTiming], None] | None = None
-    """Called in the same way with the timing of each save that failed, and the reason in it."""
+    """Called in the same way with the timing of each save that failed; it has the reason."""
     create: bool = True
     """Whether to make a store if there is none at its path."""
 
@@ -137,7 +137,7 @@ def _buffer_bytes(wanted: int | str) -> int | None:
 
 
 def pool_bytes(engine: Engine, wanted: int | str) -> int:
-    """Return the size of one rank's host buffer; for ``auto`` its largest save, capped by the free memory."""
+    """Return the size of one rank's host buffer; for ``auto`` its largest save, capped by its share of free memory."""
     size = _buffer_bytes(wanted)
     if size is not None:
         return size
@@ -147,8 +147,8 @@ def pool_bytes(engine: Engine, wanted: int | str) -> int:
     room = max(available // 2 // ranks_here, _SLACK_BYTES)
     if needed > room:
         warnings.warn(
-            f"one save needs {needed / 1e9:.1f} GB of this host's memory, but only {room / 1e9:.1f} GB are used: "
-            "training waits for the disk when a save is larger",
+            f"one save needs {needed / 1e9:.1f} GB of host memory, but the buffer gets only {room / 1e9:.1f} GB: "
+            "training waits for the disk when a save does not fit",
             SmallBuffer,
             stacklevel=3,
         )

@@ -74,7 +74,7 @@ def read_request(
         raise InvalidInput(f"extra_files is a {type(extra_files).__name__}; it maps names to paths")
     kept_state = dict(client_state or {})
     if metrics is not None:
-        # These replace metrics that a resume returned in client_state, which are of an older step.
+        # These replace metrics that a resume returned in client_state, which belong to an older step.
         kept_state[METRICS] = _metrics(metrics)
     files = {_below(name): Path(path) for name, path in (extra_files or {}).items()}
     number = _step(step)
@@ -140,7 +140,7 @@ class SaveFiles:
         return self._kept
 
     def layout(self, *, layer_pattern: str | None, is_dcp: bool) -> SourceLayout:
-        """Return the folder's layout when it was sealed; a trainer may have removed the folder since."""
+        """Return the folder's layout as it was when sealed; a trainer may have removed the folder since."""
         self._is_sealed.wait()
         if is_dcp:
             return SourceLayout(flavour=DCP, tag=DCP, layer_pattern=layer_pattern)
@@ -174,7 +174,7 @@ class SaveFiles:
             if owner_of_file(path.name, world_size=self._engine.world_size) != self._engine.rank:
                 continue
             if path.name == ADAPTER_WEIGHTS and path.stat().st_size > FILE_BYTES_MAX:
-                LOG.warning("%s is not kept: it is too large to be held in memory; --format hf makes it", path)
+                LOG.warning("%s is not kept: too large for memory; layerstore compose --format hf makes it", path)
             else:
                 yield path.relative_to(self.request.folder).as_posix(), path
 

@@ -34,7 +34,7 @@ class Hold:
 
     @property
     def seconds(self) -> float:
-        """Return how long it took, or has taken so far."""
+        """Return how long the hold lasted, or has lasted so far."""
         return (time.monotonic() if self._ended is None else self._ended) - self._begun
 
     def __enter__(self) -> "Hold":
@@ -45,7 +45,7 @@ class Hold:
 
 
 class CudaHold(Hold):
-    """The same, measured between two events on the stream that the engine computes on."""
+    """A hold that is measured between two events on the stream that the engine computes on."""
 
     def __init__(self, device: "torch.device") -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Saved:
     blocked_seconds: float
     """Time inside ``save``; the wait before the next update comes on top."""
     precision: str = "exact"
-    """As it was asked for: what cannot be coded, such as states in bf16, is kept exactly all the same."""
+    """The requested precision; what cannot be coded, such as states in bf16, is kept exactly anyway."""
     layers_compact: tuple[str, ...] = ()
     """The layers of *layers_due* that are kept in *precision*; the others are kept exactly."""
 
@@ -141,7 +141,7 @@ class Job:
     queued: int
     """Earlier saves that were still pending when this one began."""
     held: list[Hold] = field(default_factory=list)
-    """The periods in which training waited for it: inside ``save`` and before updates."""
+    """The periods in which training waited for this save: inside ``save`` and before updates."""
     begun: float = field(default_factory=time.monotonic)
     is_written: threading.Event = field(default_factory=threading.Event)
     is_resolved: threading.Event = field(default_factory=threading.Event)
@@ -157,11 +157,11 @@ class Job:
     commit: Commit | None = None
     """Set on the rank that commits."""
     is_visible: bool | None = None
-    """Whether it became a commit; None until all ranks know."""
+    """Whether the save became a commit; None until all ranks know."""
 
     @property
     def blocked_seconds(self) -> float:
-        """How long training has waited for it so far."""
+        """How long training has waited for this save so far."""
         return sum(hold.seconds for hold in self.held)
 
 
@@ -208,9 +208,9 @@ class LastSave:
 
     def same(self, step: int, *, updates: int, pin: str | None, has_extras: bool, precision: str) -> Saved | None:
         """
-        Return the last save if this one would repeat it: trainers save twice at the end of training.
+        Return the last save if the new one would repeat it: trainers save twice at the end of training.
 
-        If this one has a *pin*, client_state, files or another *precision*, warn that the first save stays as it is.
+        If the new save has a *pin*, client_state, files or another *precision*, warn that the first stays as it is.
 
         Raises:
             Conflict: *step* is not after the last one.
@@ -222,19 +222,19 @@ class LastSave:
                 f"step {step} is not after step {self._after}, which was saved last",
                 hint="save a later step; to go back to an earlier one, resume from it",
             )
-        if self._is_lost:  # then this save takes its place
+        if self._is_lost:  # then the new save takes its place
             return None
         if pin is not None:
-            LOG.warning("step %d was saved already, without a pin: layerstore pin %s", step, pin)
+            LOG.warning("step %d was saved already, without a pin; to add it: layerstore pin %s REF", step, pin)
         if has_extras:
-            LOG.warning("step %d was saved already; its metrics, client_state and files stay", step)
+            LOG.warning("step %d was saved already; its metrics, client_state and files stay as they are", step)
         if self._saved is not None and self._saved.precision != precision:
             LOG.warning("step %d was saved already, in precision %s: it stays as it is", step, self._saved.precision)
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)
 
 
 def note_job(job: Job, options: SaverOptions, *, write: Callable[[SaveTiming], None]) -> None:
-    """Pass the timing of the finished *job* to *write* and to the hook of the user; on rank 0 only."""
+    """Pass the timing of the finished *job* to *write* and to the user's hook; on rank 0 only."""
     joint = job.joint
     assert job.durable_seconds is not None
     timing = SaveTiming(

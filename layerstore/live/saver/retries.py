@@ -1,8 +1,8 @@
 """
 Requests to a bucket that are retried while a saver saves.
 
-Elsewhere each is a warning. Here rank 0 logs the first one at once, which explains why a save takes long, and the
-number on all ranks once they have exchanged reports.
+Elsewhere, each retry is a warning. Here, rank 0 logs its first one at once, which explains a slow save, and the number
+on all ranks once they have exchanged reports.
 """
 
 import threading
@@ -39,7 +39,7 @@ class Retries:
         return count
 
     def log(self, count: int) -> None:
-        """Log that there were *count* on all ranks, unless all of them were logged already."""
+        """Log that there were *count* retries on all ranks, unless all of them were logged already."""
         with self._guard:
             logged, self._logged = self._logged, 0
         if self._is_first and count > logged:

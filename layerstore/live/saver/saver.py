@@ -83,7 +83,7 @@ class Saver:
         self._attempt_lock = attempt
         self._place = place
         self._release = release
-        """Called at the end with the attempt that was saved; None if an error ended it. Frees the engine."""
+        """Called at the end with the attempt that was saved, or None if an error ended the saver. Frees the engine."""
         self.exchange = exchange
         is_cuda, self._is_first = engine.device.type == "cuda", engine.rank == 0
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
@@ -112,7 +112,7 @@ class Saver:
         self._over = Status()
         """The summed status of all saves whose outcome is known; their jobs are dropped, so memory stays bounded."""
         self._tight: list[Job] = []
-        """Saves since the last update for whose copies some rank may lack room; the same on every rank."""
+        """Saves since the last update whose copies may find no room on some rank; the same on every rank."""
         self._last = LastSave(place.after)
         self._is_closed, self._saves, self._updates = False, 0, 0
         self.step_of: Callable[[], int] = lambda: engine.step
@@ -168,7 +168,7 @@ class Saver:
         self, capture: Callable[[], Captured] | None, *, client_state: dict[str, object], folder: Path, tag: str
     ) -> None:
         """
-        Save the state that *capture* returns, or else the engine's, instead of writing it to *folder*.
+        Save the state that *capture* returns, or the engine's if it is None, instead of writing it to *folder*.
 
         Files that are added to *folder* before training continues are kept, too.
         """
@@ -206,7 +206,7 @@ class Saver:
         if repeated is not None:
             return repeated  # without sealing the previous save: more files may come into its folder
         self._seal()
-        # Before any other collective: a rank that waited alone for its disk would break the others' in the end.
+        # Before any other collective: if one rank waited alone for its disk, the others' collective would time out.
         pressure = self.options.on_pressure if agreed.is_pressed else ""
         is_skipped = pressure == "skip" or (pressure == "wait" and not self._wait_for_room())
         self._copier.follow()
@@ -303,7 +303,7 @@ class Saver:
     def _gate(self) -> None:
         """Hold the update until the state before it is fully copied or, with ``sync``, durable."""
         self._updates += 1
-        self._seal()  # once training continues, files in the folder may be of a later step
+        self._seal()  # once training continues, files in the folder may belong to a later step
         if self.options.mode == "sync" and self._jobs:
             job = self._jobs[-1]
             job.held.append(hold_training(self._engine.device))
@@ -348,7 +348,7 @@ class Saver:
         )
 
     def _new_outcomes(self) -> dict[int, bool]:
-        """Return the outcomes, on the rank that commits, that some ranks may not know yet: whether each is visible."""
+        """Return, on the rank that commits, outcomes that some ranks may not know yet: whether each is visible."""
         resolved = takewhile(lambda job: job.is_resolved.is_set(), self._jobs)  # in order
         return {job.joint.save_number: job.commit is not None for job in resolved if job.is_visible is None}
 
@@ -391,7 +391,7 @@ class Saver:
         return captured, files, sample
 
     def _check_cuttable(self, kept: str) -> None:
-        """Raise LayoutMismatch if saves may be partial and the optimizer has state, *kept*, that is of no layer."""
+        """Raise LayoutMismatch if saves may be partial and the optimizer's state *kept* belongs to no layer."""
         if kept and (self._schedule.policy.name != Latest.name or self.options.on_pressure == "degrade"):
             raise LayoutMismatch(
                 f"the optimizer keeps {kept}, which cannot be cut into layers: "
@@ -430,7 +430,7 @@ class Saver:
         return job
 
     def _seal(self) -> None:
-        """Read the files in the folders of earlier saves; files that come later are not kept."""
+        """Read the files in the folders of earlier saves; files that are added later are not kept."""
         for job in self._jobs:
             job.files.seal()
 
@@ -445,7 +445,7 @@ class Saver:
 
     @property
     def attempt(self) -> int:
-        """The attempt that it saves to."""
+        """The attempt that this saver saves to."""
         return self._place.attempt
 
     def publish(self, seconds: float) -> None:
@@ -456,7 +456,7 @@ class Saver:
             if not job.is_resolved.wait(max(end - time.monotonic(), 0)):
                 raise Locked(
                     f"step {job.joint.step} of run {self.run!r} is still being saved after {seconds:.0f} s",
-                    hint="wait() of its saver returns once it is there; then load it",
+                    hint="call wait() on its saver, then load again",
                 )
         self._following.is_sent(max(end - time.monotonic(), 0))
 

@@ -32,7 +32,7 @@ class Schedule:
     had_moments: dict[str, float] = field(default_factory=dict)
     """How many moments the optimizer had for each layer at its last save; infinite if it had some, number unknown."""
     owed: set[str] = field(default_factory=set)
-    """Layers of saves that were given up, skipped or cut; they are due at the next one."""
+    """Layers of saves that were given up, skipped or cut; they are due at the next save."""
     pending: dict[int, frozenset[str]] = field(default_factory=dict)
     """The layers due in each save whose outcome is still unknown, by number."""
     compact: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Schedule:
         moved: Movements,
         sizes: Mapping[str, int],
     ) -> frozenset[str]:
-        """Return the layers to save now: those that the policy names, those that were never saved, and those owed."""
+        """Return the layers to save now: those that the policy names, that cannot be inherited, or that are owed."""
         last = self.last_saved()
         save = Save(
             number=self.number,
@@ -144,7 +144,7 @@ class Schedule:
         chosen = set(self._needed(due, moments))
         room -= sum(sizes[layer] for layer in chosen)
         for layer in sorted(due - chosen, key=lambda layer: (last.get(layer, -1), layer)):
-            # At least one, even if it is too large: a buffer smaller than every layer would otherwise save none, ever.
+            # At least one, even if it is too large: with a buffer smaller than every layer, none would ever be saved.
             if chosen and sizes[layer] > room:
                 continue
             chosen.add(layer)
@@ -161,7 +161,7 @@ class Schedule:
                 self._count(self.counts, due, number)
             else:
                 self.owed |= due
-                # Be exact once: its masters may be collected, and its references or its numbers may be why it failed.
+                # Exact next time: this save's masters may be collected; its references or values may be why it failed.
                 self.counts.clear()
             del self.compact[number]
 

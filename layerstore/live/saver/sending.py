@@ -1,8 +1,8 @@
 """
 Sending from a node's own first level: each rank copies its shares to the next level.
 
-Rank 0 then makes the commit there, once all ranks have copied their shares. Saves are sent in order; those that cannot
-be sent now are tried again. Their bytes wait in the first level, not in memory.
+Rank 0 then makes the commit there, once all ranks have copied their shares. Saves are sent in order; one that cannot be
+sent now is tried again. Its bytes wait in the first level, not in memory.
 """
 
 import threading
@@ -74,7 +74,7 @@ class Sender:
     def after_commits(self, write: Callable[[], None], step: int) -> None:
         """On the rank that commits, call *write*, which also writes to the next level, after the commits so far."""
         assert self._committing is not None
-        # Behind the shares whose commits are yet to come.
+        # Queued after the shares whose commits are still to come.
         self._copying.add(partial(self._committing.add, partial(self._write, write, step)))
 
     def wait(self, seconds: float) -> bool:
@@ -128,7 +128,7 @@ class Sender:
 
     def _commit(self, job: Job) -> None:
         try:
-            job.is_resolved.wait()  # the record is copied from the first level, where it has to be visible
+            job.is_resolved.wait()  # the record is copied from the first level, where it must be visible
             commit = job.commit
             if commit is not None and (parts := self._parts(job)) is not None:
                 after = job.joint.place.after
@@ -138,22 +138,22 @@ class Sender:
                 self.sent_step = job.joint.step
                 pin(self._repo, commit, job.joint)
                 self._committed()
-            # After the record. If the save is only waiting, its parts stay: they keep what the ranks have copied.
+            # After the record. If the save still waits, its parts stay: they keep what the ranks have copied.
             if commit is None or self.sent_step == job.joint.step:
                 self._repo.parts.remove(job.joint.session, job.joint.save, world_size=job.joint.share.world_size)
         except Exception as exc:  # noqa: BLE001  # training continues
             self._fail(job, exc)
-            if job.commit is not None:  # the record near here needs objects of other nodes, and will never be complete
+            if job.commit is not None:  # the record in *near* needs objects of other nodes, and will never be complete
                 forget_record(self._near, self._near.records.name_of(job.commit))
         finally:
             self._end_one()
 
     def _parts(self, job: Job) -> list[Part] | None:
-        """Wait until all ranks have copied their shares; None if this ends before."""
+        """Wait until all ranks have copied their shares; return their parts, or None if this stops first."""
         parts: dict[int, Part] = {}
         begun = time.monotonic()
         while True:
-            is_last = self._is_last  # read before the look, which may miss parts that arrive meanwhile
+            is_last = self._is_last  # read first: looking for parts may miss those that arrive in the meantime
             if not self._repeated(lambda: parts_of(self._repo, job.joint, parts), job, "commit"):
                 return None
             if len(parts) == job.joint.share.world_size:
@@ -175,7 +175,7 @@ class Sender:
                 if isinstance(exc, IntegrityError | GivenUp | Conflict):
                     raise  # no retry helps; anything else may be a server or a disk that comes back
                 if not self._why_waiting[what]:
-                    LOG.warning("step %d waits to be sent to %s: %s", job.joint.step, self._repo.name, one_line(exc))
+                    LOG.warning("step %d has not reached %s yet: %s", job.joint.step, self._repo.name, one_line(exc))
                 self._why_waiting[what] = one_line(exc)
                 if self._is_stopping.wait(pause_seconds):
                     return False
@@ -186,7 +186,7 @@ class Sender:
         return False
 
     def _write(self, write: Callable[[], None], step: int) -> None:
-        # Tried once: it is advisory, and the next commits wait for this thread.
+        # Tried only once: *write* is advisory, and the next commits wait for this thread.
         try:
             write()
         except Exception as exc:  # noqa: BLE001  # training continues
@@ -195,7 +195,7 @@ class Sender:
     def _fail(self, job: Job, exc: Exception) -> None:
         self.lost.append(f"step {job.joint.step}: {one_line(exc)}")
         self.has_lost_base = True
-        LOG.error("step %d is not sent to %s: %s; training continues", job.joint.step, self._repo.name, one_line(exc))
+        LOG.error("step %d cannot reach %s: %s; training continues", job.joint.step, self._repo.name, one_line(exc))
 
     def _end_one(self) -> None:
         with self._changed:
@@ -209,7 +209,7 @@ def _in_order(name: str) -> Worker[Callable[[], None]]:
 
 
 def forget_record(near: Repository, name: RecordName) -> None:
-    """Remove the record *name* of a node's own store, without the trash: such a store is often in memory."""
+    """Remove the record *name* from a node's own store, bypassing the trash: such a store is often in memory."""
     near.trash.take_record(name)
     near.trash.remove_record(name)
     near.catalog.forget([name])

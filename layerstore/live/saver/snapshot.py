@@ -62,7 +62,7 @@ class Pool:
         Return *size_bytes* of the ring once they are free.
 
         Raises:
-            PoolClosed: The ring was closed meanwhile.
+            PoolClosed: The ring was closed while this waited.
             DiskStalled: Nothing was freed for `STALLED_SECONDS_MAX`.
         """
         assert 0 < size_bytes <= self.size_bytes
@@ -72,9 +72,9 @@ class Pool:
                 if begin is not None:
                     self._given.append((begin, begin + size_bytes))
                     return self._memory[begin : begin + size_bytes]
-                # From the last piece that was freed: a slow disk is waited for, a dead one is not.
+                # Counted from the last piece that was freed: wait for a slow disk, but not for a dead one.
                 if not self._changed.wait(STALLED_SECONDS_MAX):
-                    raise DiskStalled(f"the disk took nothing for {STALLED_SECONDS_MAX:g} s")
+                    raise DiskStalled(f"the disk accepted no data for {STALLED_SECONDS_MAX:g} s")
         raise PoolClosed
 
     def _free_at(self, size_bytes: int) -> int | None:

@@ -33,7 +33,7 @@ _HINT = "begin with base: and layers:, or with LLMTailor's slices:"
 
 def parse_recipe(text: str, *, name: str) -> Recipe:
     """
-    Parse the recipe *text*, in the grammar that its top-level keys belong to; *name* is what errors call the file.
+    Parse the recipe *text* in the grammar of its top-level keys; *name* is what errors call the file.
 
     Raises:
         InvalidInput: It is not a recipe; the message begins with file, line and column.
@@ -51,4 +51,4 @@ def parse_recipe(text: str, *, name: str) -> Recipe:
         return read_llmtailor(document, name=name)
     if ours:
         return read_own(document, name=name)
-    raise document.spot.error("this is not a recipe: no key of one stands at the top", hint=_HINT)
+    raise document.spot.error("this is not a recipe: it has none of a recipe's top-level keys", hint=_HINT)

@@ -5,7 +5,7 @@ It uses only the library's parser, never its constructors: every value stays the
 ``0100`` or ``1:30`` cannot turn into something else. It refuses tags, several documents, repeated keys, keys that are
 not text, and aliases of lists or mappings (which could refer to themselves, or expand without end).
 It reads events, because in the nodes of ``yaml.compose`` an alias has the place of its anchor, and a tag that was
-written looks like one that was guessed.
+written looks like one that the library guessed.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _QUOTING = {
     "'@'": 'quote what begins with @: "@1100"; a bare step needs no @',
     "alias": 'quote a pattern that begins with *: "*norm"',
     "'\\t'": "indent with spaces, not with tabs",
-    "": "check the indentation, and quote what holds any of : # { } [ ] , & * ? | > @ % !",
+    "": "check the indentation, and quote text that has any of : # { } [ ] , & * ? | > @ % !",
 }
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -226,13 +226,13 @@ class _DocumentReader:
             if key.text in entries:
                 first = entries[key.text][0].spot.line
                 raise key.spot.error(
-                    f"{key.text!r} stands here for the second time, first in line {first}", hint="keep one of the two"
+                    f"{key.text!r} appears a second time here, first in line {first}", hint="keep one of the two"
                 )
             entries[key.text] = (key, self._node(self._next(), depth=depth + 1))
         return MapNode(entries=tuple(entries.values()), spot=spot)
 
 
-# -- typed looks ---------------------------------------------------------------------------------------------------
+# -- typed access --------------------------------------------------------------------------------------------------
 
 
 def as_map(node: Node, *, what: str, keys: Collection[str]) -> MapNode:

@@ -72,7 +72,7 @@ def _check_frame(document: MapNode) -> None:
     for key in ("models", "modules"):
         if document.get(key) is not None:
             raise document.key_spot(key).error(
-                f"{key!r} merges weights and knows no optimizer; only 'slices' says where each layer comes from",
+                f"{key!r} merges weights and ignores the optimizer; only 'slices' says where each layer comes from",
                 hint="write slices: with a layer_range each, or base: and layers:",
             )
     required(document, "slices", what="the recipe")
@@ -112,7 +112,7 @@ def _slice(node: Node, notes: list[str]) -> LayerRange:
 
 
 def _parameters(node: MapNode) -> Iterator[str]:
-    """Yield notes on the parameters of *node*; refuse the one that would change tensors."""
+    """Yield notes on the parameters of *node*; refuse ``scale``, which would change tensors."""
     parameters = node.get("parameters")
     if parameters is None:
         return
@@ -122,7 +122,7 @@ def _parameters(node: MapNode) -> Iterator[str]:
     scale = parameters.get("scale")
     if scale is not None and not (isinstance(scale, Scalar) and scale.text in {"1", "1.0"}):
         error = parameters.key_spot("scale").error
-        raise error("'scale' would change weights and leave their masters behind", hint="remove it")
+        raise error("'scale' would change weights but not their masters", hint="remove it")
 
 
 def _inert(node: MapNode, keys: Iterable[str]) -> list[str]:
@@ -135,7 +135,7 @@ def _inert(node: MapNode, keys: Iterable[str]) -> list[str]:
 
 
 def _check_tokenizer(document: MapNode) -> None:
-    """Refuse a tokenizer that would need new embeddings; any other means the base's."""
+    """Refuse a tokenizer that would need new embeddings; any other means the base's tokenizer."""
     if (tokenizer := document.get("tokenizer")) is not None:
         inner = as_map(tokenizer, what="tokenizer", keys=("source", "tokens", "pad_to_multiple_of"))
         for key in ("tokens", "pad_to_multiple_of"):
@@ -171,7 +171,7 @@ def _checkpoint(node: Node, *, what: str) -> Choice:
     if "@" in value.text or "+" in value.text:
         raise value.spot.error(
             f"{value.text!r} asks for a revision or an adapter, and a step of a run has neither",
-            hint="if the folder itself is called so, write model: {model: {path: …}}",
+            hint="if that is the folder's own name, write model: {model: {path: …}}",
         )
     return _folder(value)
 
@@ -201,7 +201,7 @@ def _run_folder(checkpoint: Choice) -> str:
 def _check_one_run(first: Choice, other: Choice) -> None:
     if _run_folder(other) != _run_folder(first):
         raise other.spot.error(
-            f"{other.path!r} is in another folder than {first.path!r} in line {first.spot.line}; "
+            f"{other.path!r} is in a different folder from {first.path!r} in line {first.spot.line}; "
             "the checkpoints of one recipe are steps of one run",
             hint="to mix runs, write base: and layers: with RUN@STEP",
         )

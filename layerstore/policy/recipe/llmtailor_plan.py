@@ -154,7 +154,7 @@ def groups_of(model: ModelOutline) -> LayerGroups:
     embedding = _one(tied or _embeddings(before), what="embedding")
     before, after = ([name for name in side if name != embedding] for side in (before, after))
     heads = [name for name in after if name.rpartition(".")[2] == "lm_head"]
-    # After the blocks in most models; before them if the code creates it first.
+    # The norm is after the blocks in most models, before them if the code creates it first.
     named = norms(after) or norms(before) or set(after) - set(heads)
     norm = _one([name for name in before + after if name in named], what="norm")
     if not tied and not heads:
@@ -176,8 +176,8 @@ def _embeddings(before: list[str]) -> list[str]:
 
 def _one(candidates: list[str], *, what: str) -> str:
     if len(candidates) != 1:
-        problem = f"{listed(candidates)} may each be it" if candidates else "there is none"
-        raise InvalidInput(f"LLMTailor's grammar takes one {what}, and in this model {problem}", hint=_HINT)
+        problem = f"several candidates: {listed(candidates)}" if candidates else "none"
+        raise InvalidInput(f"LLMTailor's grammar takes one {what}, and this model has {problem}", hint=_HINT)
     return candidates[0]
 
 
@@ -185,7 +185,7 @@ def _one(candidates: list[str], *, what: str) -> str:
 
 
 def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, Choice]:
-    """Return where each block comes from; the ranges cover all of them once, in order."""
+    """Return where each block comes from; the ranges must cover all of them once, in order."""
     blocks = groups.blocks
     choices: list[Choice] = []
     spot = recipe.spot
@@ -195,7 +195,7 @@ def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, Choice]:
         spot = part.spot
         if part.start != len(choices):
             raise spot.error(
-                f"{part} stands where block {len(choices)} is due",
+                f"{part} is out of order: block {len(choices)} comes next",
                 hint="write the ranges in ascending order, each block in one of them; [a, b] ends before block b",
             )
         if part.stop > len(blocks):

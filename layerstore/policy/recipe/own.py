@@ -59,7 +59,7 @@ def _check_not_doubled(pattern: Pattern, before: dict[str, Pattern]) -> None:
     if before:
         first = next(iter(before.values()))
         raise pattern.spot.error(
-            f"{listed(before)}: {pattern.text!r} fits what {first.text!r} in line {first.spot.line} fits too",
+            f"{listed(before)}: {pattern.text!r} overlaps {first.text!r} in line {first.spot.line}",
             hint="let one entry fit each layer; 'rest:' takes what is left",
         )
 

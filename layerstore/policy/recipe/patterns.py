@@ -24,7 +24,7 @@ _SHOWN_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class _Indices:
-    """One whole number of a set."""
+    """Matches one whole number of a set."""
 
     ranges: tuple[tuple[int, int | None], ...]
     """First and last; None for no end."""
@@ -36,7 +36,7 @@ class _Indices:
 
 
 _Token = str | _Indices
-"""A set of numbers, ``*``, ``?``, or any other text for itself."""
+"""A set of numbers, ``*``, ``?``, or any other text, which stands for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Pattern:
         Return those of *names* that the pattern fits.
 
         Raises:
-            InvalidInput: It fits none, or none that has one of the numbers in brackets.
+            InvalidInput: It fits none, or none with one of the numbers in brackets.
         """
         known = list(names)
         if self.tokens == (self.text,) and self.text not in {_ANY, _ONE}:
@@ -91,7 +91,7 @@ def read_pattern(key: Scalar) -> Pattern:
         else:
             tokens.append(_ANY if match["any"] else match.group())
     if end != len(key.text):
-        raise key.spot.error(f"{key.text!r} has a bracket without its partner", hint="numbers are written [0-3]")
+        raise key.spot.error(f"{key.text!r} has an unmatched bracket", hint="numbers are written [0-3]")
     if not tokens:
         raise key.spot.error("an empty name fits no layer", hint="name a layer, or several with * and [0-3]")
     return Pattern(text=key.text, tokens=tuple(tokens), spot=key.spot)

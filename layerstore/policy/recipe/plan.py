@@ -105,7 +105,7 @@ class RecipePlan:
 
 
 def notes_of_later_layers(base: Choice, layers: Mapping[str, Choice]) -> list[str]:
-    """Return a note if *layers* come from later steps than *base*, of the same attempt."""
+    """Return a note if any of *layers* come from later steps of the attempt of *base*."""
     later = {
         name: choice
         for name, choice in layers.items()
@@ -118,6 +118,6 @@ def notes_of_later_layers(base: Choice, layers: Mapping[str, Choice]) -> list[st
         return []
     first = min(later.values(), key=lambda choice: (choice.spot.line, choice.spot.column))
     return [
-        f"{first.spot}: from after the base, step {base.step}: {listed(later)}; "
+        f"{first.spot}: newer than the base, step {base.step}: {listed(later)}; "
         "counters and scheduler are older than these layers"
     ]

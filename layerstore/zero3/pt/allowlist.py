@@ -60,7 +60,7 @@ INERT: Final = frozenset(
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
         FRAGMENT_ADDRESS,
-        "_io.BytesIO",  # what trainers of torch.distributed.checkpoint have saved on their own, such as losses
+        "_io.BytesIO",  # values of a trainer's own, such as losses, saved with torch.distributed.checkpoint
         "collections.Counter",  # the milestones of torch's MultiStepLR
         "builtins.complex",
         "torch.device",

@@ -49,7 +49,7 @@ class Calls:
     def __init__(self, records: Mapping[str, Located], *, inert: frozenset[str] = frozenset()) -> None:
         self._records = records
         self._inert = inert
-        """What the caller knows besides the lists."""
+        """Globals that the caller allows beyond the lists."""
         self._references: dict[str, StorageReference] = {}
         self.storages: dict[str, Storage] = {}
         """Storages by key, in order of first use."""
@@ -135,7 +135,7 @@ class Calls:
         raise DamagedPickleError("a tensor's offset, shape or stride is malformed")
 
     def _storage(self, reference: StorageReference, dtype: DType) -> Storage | Unreadable:
-        """Return the storage behind *reference*, checked against its record, the same one every time."""
+        """Return the storage that *reference* names, checked against its record; the same object every time."""
         key = reference.key
         known = self.storages.get(key)
         if known is not None:
@@ -174,7 +174,7 @@ def _value(name: str, arguments: tuple[object, ...]) -> object:  # noqa: PLR0911
             try:
                 return text.encode("latin-1")
             except UnicodeEncodeError as exc:
-                raise MalformedPickleError("it has bytes that are not bytes") from exc
+                raise MalformedPickleError("it has bytes that are not latin-1 text") from exc
         case names.GETATTR, (Global(kind), str(member)) if member in _MEMBERS.get(kind, ()):
             return Inert(name=kind, arguments=(_MEMBERS[kind][member],))
     raise MalformedPickleError(f"it calls {name} with other arguments than torch.save writes")

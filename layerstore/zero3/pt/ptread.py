@@ -50,7 +50,7 @@ def read_pt(path: Path, pickles: Pickles | None = None) -> PtFile:
 
 
 def read_section(source: OpenedSource, begin: int, size_bytes: int, pickles: Pickles | None = None) -> PtFile:
-    """Return what *size_bytes* of *source* from *begin*, which are as a ``.pt`` file, describe; see `read_pt`."""
+    """Return what the *size_bytes* at *begin* of *source* describe, read as a ``.pt`` file; see `read_pt`."""
     section = source.section(begin, size_bytes)
     root, entries = read_archive(section)
     _check_byte_order(section, entries)

@@ -74,7 +74,7 @@ class WrittenPickles:
             if storages is not None:
                 return pickled, tuple(storages)
         pickled, written = write_pickle(tree)
-        # A rank has two trees.
+        # Keep two, because a rank has two trees.
         self._latest = [(Template(tree, written), pickled), *self._latest[:1]]
         return pickled, written
 

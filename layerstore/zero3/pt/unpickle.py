@@ -2,7 +2,7 @@
 Read the pickle inside a ``.pt`` file as an inert tree. Nothing is imported, looked up or called.
 
 This is a small stack machine with one handler for each opcode that ``torch.save`` emits with protocol 2; it refuses
-every other opcode. A distributed checkpoint's ``.metadata``, of protocol 4, needs four more. Globals become names,
+every other opcode. A distributed checkpoint's ``.metadata`` (protocol 4) needs four more. Globals become names,
 calls become nodes (`layerstore.zero3.pt.picklecalls`). Every count is bounded before memory is spent on it. Neither
 ``pickle`` nor ``pickletools``, which imports it, is used.
 """
@@ -96,18 +96,18 @@ def read_pickle(
 
 
 class Pickles:
-    """Reads pickles; a pickle that equals an earlier one, as in a save's other ranks, reuses its tree."""
+    """Reads pickles; for a pickle equal to an earlier one, such as another rank's, the tree is reused."""
 
     def __init__(self, allowed_globals: frozenset[str] = frozenset()) -> None:
         self._allowed_globals = allowed_globals
         self._known: dict[bytes, tuple[Template, dict[str, Storage], dict[str, int]]] = {}
-        """Of each pickle its tree, its storages by record, and their sizes."""
+        """By a pickle's digest: its tree, its storages by record, and their sizes."""
 
     def read(self, payload: bytes, *, path: Path, records: Mapping[str, Located]) -> tuple[Tree, tuple[Storage, ...]]:
         """Return and raise what `read_pickle` does."""
         sizes = {key: located.size_bytes for key, located in records.items()}
         template, storages, wanted = self._known.get(digest(payload), (None, {}, {}))
-        # The records of another file can be these storages if they are as large.
+        # Another file's records can serve as these storages if their sizes match.
         if template is None or not wanted.items() <= sizes.items():
             tree, storages = _read(payload, path, records, self._allowed_globals)
             wanted = {key: sizes[key] for key in storages}
@@ -164,7 +164,7 @@ def _refuse_globals(path: Path, named: Set[str], trusted: Set[str], *, places: M
     flags = " ".join(f"--allow-global {name}" for name in names[:_NAMES_SHOWN_MAX])
     raise SourceCheckpoint(
         f"{path}: untrusted: its pickle names globals that are on no list: {', '.join(shown)}{more}; nothing was run",
-        hint=f"only if you trust them, since whoever loads a composed checkpoint runs them: {flags}",
+        hint=f"only if you trust them, because loading a composed checkpoint runs them: {flags}",
         path=str(path),
         reason="untrusted",
         names=tuple(names),
@@ -206,7 +206,7 @@ class _Machine:
                 return self._result()
             handler = handlers.get(code)
             if handler is None:
-                raise self._malformed(f"opcode 0x{code:02x} is none of {form.writer}'s")
+                raise self._malformed(f"opcode 0x{code:02x} is not one of {form.writer}'s")
             handler(self)
         raise MalformedPickleError(f"it has more than {form.opcodes_max} opcodes")
 
@@ -235,7 +235,7 @@ class _Machine:
 
     def _take_text(self, size_bytes: int) -> str:
         try:
-            # As pickle itself: a file name that is not UTF-8 has lone surrogates.
+            # As pickle itself does: a file name that is not UTF-8 has lone surrogates.
             return self._take(size_bytes).decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as exc:
             raise self._malformed("a text is not UTF-8") from exc
@@ -249,7 +249,7 @@ class _Machine:
         return line
 
     def _skip_frame(self, size_bytes: int) -> None:
-        """Pass the length of a frame, which only says how much a reader may fetch at once."""
+        """Skip the length of a frame, which only says how much a reader may fetch at once."""
         if size_bytes > len(self._payload) - self._position:
             raise self._malformed("it ends inside a frame")
 
@@ -276,7 +276,7 @@ class _Machine:
         return value
 
     def _mark(self) -> None:
-        # A tensor needs three marks, so in real trees this depth stays far below the depth in nodes.
+        # A container opens at most one mark, a tensor at most three. `check_tree` limits the depth in nodes.
         if len(self._outer) >= PICKLE_DEPTH_MAX:
             raise self._malformed(f"it is nested more than {PICKLE_DEPTH_MAX} deep")
         self._outer.append(self._stack)
@@ -291,7 +291,7 @@ class _Machine:
     # Memo
 
     def _put(self, index: int) -> None:
-        # Objects are memorized, and what names them; nothing else needs a place here.
+        # Only objects and their names are memorized, so a real pickle stays below this.
         if len(self._memo) > 3 * self._form.objects_max:
             raise MalformedPickleError(f"it memorizes more than {3 * self._form.objects_max} objects")
         self._memo[index] = self._top()
@@ -327,7 +327,7 @@ class _Machine:
         if len(items) % 2:
             raise self._malformed("a key has no value")
         target = self._top()
-        # After BUILD an object is complete: torch.save adds nothing, and we could not write it back.
+        # BUILD completes an object: torch.save adds nothing after it, and we could not write that back.
         if type(target) is dict or (isinstance(target, OrderedMap) and target.attributes is None):
             entries = cast("dict[object, object]", target)
         elif isinstance(target, Inert) and not target.has_state:
@@ -336,7 +336,7 @@ class _Machine:
             raise self._malformed("entries have no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if self._form is OF_DCP_METADATA and isinstance(key, Inert) and type(key.state) is dict:
-                key = (key.name, *key.state.items())  # noqa: PLW2901  # which has no node that is a key
+                key = (key.name, *key.state.items())  # noqa: PLW2901  # a node cannot be a key
             check_key(key)
             entries[key] = value
 
@@ -352,20 +352,20 @@ class _Machine:
     def _stack_global(self) -> None:
         name, module = self._pop(), self._pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise self._malformed("what should name a global does not")
+            raise self._malformed("the name of a global is malformed")
         self._named(module, name)
 
     def _named(self, module: str, name: str) -> None:
         dotted = allowlist.dotted(module, name)
         if dotted is None:
-            raise self._malformed("what should name a global does not")
+            raise self._malformed("the name of a global is malformed")
         self.globals_named.add(dotted)
         self._push(Global(dotted))
 
     def _call(self) -> object:
         arguments, function = self._pop(), self._pop()
         if type(arguments) is not tuple or not isinstance(function, Global):
-            raise self._malformed("a call is not one of a global with a tuple of arguments")
+            raise self._malformed("a call is not of a global with a tuple of arguments")
         return self.calls.call(function.name, arguments)
 
     def _new(self) -> None:
@@ -379,7 +379,7 @@ class _Machine:
         state = self._pop()
         target = self._top()
         match target:
-            # torch keeps a `_metadata` at the OrderedDict that a module's state_dict() is.
+            # A module's state_dict() is an OrderedDict, to which torch adds the attribute `_metadata`.
             case OrderedMap(attributes=None) if type(state) is dict:
                 target.attributes = state
             case Inert(has_state=False):
@@ -392,7 +392,7 @@ class _Machine:
 
 _STOP = ord(".")
 
-# Left out are the opcodes of other protocols, extension registries, out-of-band buffers and recursive tuples.
+# The opcodes of other protocols, extension registries, out-of-band buffers and recursive tuples are left out.
 _HANDLERS: Final[dict[int, Callable[[_Machine], None]]] = {
     ord("("): _Machine._mark,
     ord("N"): lambda machine: machine._push(None),

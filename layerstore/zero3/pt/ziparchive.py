@@ -43,7 +43,7 @@ _MAX32 = 0xFFFFFFFF
 
 _ZIP64_TAG = 0x0001
 _FLAG_DESCRIPTOR = 1 << 3
-"""CRC and sizes of the local header are zero and follow the data."""
+"""CRC and sizes are zero in the local header, and follow the data."""
 _FLAG_UTF8 = 1 << 11
 
 # The tag that torch itself uses for padding; readers skip extra fields they do not know.
@@ -140,7 +140,7 @@ def _read_directory(source: OpenedSource) -> tuple[int, bytes, int]:
         wide = _read_struct(source, _END64_RECORD, end_offset) if locator[2] == end_offset >= 0 else None
         if wide is None or wide[:2] != (_END64_MAGIC, _END64_RECORD.size - 12):
             raise untrusted(source.path, "the ZIP64 end record is malformed, or not where the archive ends")
-        # 32-bit and 64-bit readers would see an archive with two directories differently.
+        # If the records differed, 32-bit and 64-bit readers would see different archives.
         pairs = zip(fields, wide[4:], (0, 0, _MAX16, _MAX16, _MAX32, _MAX32), strict=True)
         if any(short not in (long, full) for short, long, full in pairs):
             raise untrusted(source.path, "its two end records contradict each other")
@@ -250,7 +250,7 @@ def _check_sizes(source: OpenedSource, listed: list[_Listed]) -> None:
             raise untrusted(source.path, f"the entry {item.raw_name!r} is compressed; torch.save never does that")
         if item.flags & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8):
             raise untrusted(source.path, f"the entry {item.raw_name!r} is encrypted or patched")
-    # Whether they overlap is not known yet: until then, a small file could claim any size.
+    # Overlaps are checked later; without this limit, a small file could claim any size until then.
     total_bytes = sum(item.size_bytes for item in listed)
     if total_bytes > source.size_bytes:
         raise untrusted(source.path, f"its entries claim {total_bytes} bytes, the file holds {source.size_bytes}")
@@ -274,7 +274,7 @@ class _Heads:
 
 
 def _locate(heads: _Heads, item: _Listed, name: str) -> Located:
-    """Find the data of *item* behind its local header, whose extra field differs from the directory's."""
+    """Find the data of *item*, which follows its local header; that has another extra field than the directory."""
     source = heads.source
     header_end = item.header_offset + _LOCAL_HEADER.size + len(item.raw_name)
     if header_end > source.size_bytes:
@@ -284,9 +284,9 @@ def _locate(heads: _Heads, item: _Listed, name: str) -> Located:
     if fields[0] != _LOCAL_MAGIC or fields[9] != len(item.raw_name) or raw[_LOCAL_HEADER.size :] != item.raw_name:
         raise damaged(source.path, f"the local header of the entry {name!r} is not there")
     crc32, stored_bytes, size_bytes = fields[6:9]
-    # A full field refers to the header's own 64-bit field, which no reader of the directory looks at.
+    # A saturated field refers to the header's own 64-bit field, which no reader of the directory looks at.
     sizes_agree = {stored_bytes, size_bytes} <= {item.size_bytes, _MAX32}
-    # If a descriptor follows the data, which we do not need, the local numbers are zero.
+    # The local numbers are zero if a descriptor follows the data; we do not need it.
     numbers_agree = item.flags & _FLAG_DESCRIPTOR or (crc32 == item.crc32 and sizes_agree)
     if (fields[2], fields[3]) != (item.flags, item.method) or not numbers_agree:
         raise damaged(source.path, f"the two headers of the entry {name!r} contradict each other")
@@ -388,7 +388,7 @@ def _place(raw_name: bytes, size_bytes: int, alignment_bytes: int, *, header_off
 
 def _local_header(record: Placed, crc32: int) -> bytes:
     is_wide = record.size_bytes >= _MAX32
-    # A local header wants both sizes, whichever is full; the directory only those that are.
+    # A local header needs both sizes if either is saturated, the directory only the saturated ones.
     wide = struct.pack("<HHQQ", _ZIP64_TAG, 16, record.size_bytes, record.size_bytes) if is_wide else b""
     name_bytes = len(record.raw_name)
     used = _LOCAL_HEADER.size + name_bytes + len(wide) + _EXTRA_HEAD_BYTES

@@ -1,5 +1,5 @@
 """
-An optimizer, parameter by parameter, as PyTorch keeps it: DeepSpeed keeps one state for each sub-group.
+The optimizer parameter by parameter, as PyTorch keeps it; DeepSpeed keeps one state for each sub-group.
 """
 
 import struct
@@ -20,7 +20,7 @@ from layerstore.zero3.trees import (
     sub_group_shapes,
 )
 
-# What torch's Adam and AdamW keep in each group; DeepSpeed's own have fewer, and a reader asks for all of them.
+# The settings of torch's Adam and AdamW in each group. DeepSpeed's own have fewer, but a reader needs them all.
 _SETTINGS_OF_ADAM: dict[str, Tree] = {
     "amsgrad": False,
     "maximize": False,
@@ -38,7 +38,7 @@ class ParamGroup:
 
     settings: dict[str, Tree]
     parameters: tuple[str, ...]
-    """In the order that the optimizer was given."""
+    """In the order in which the optimizer was given them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +47,15 @@ class OptimizerState:
 
     groups: tuple[ParamGroup, ...]
     sliced: Mapping[str, tuple[str, ...]]
-    """By parameter: its states that are as large as it is."""
+    """By parameter: the states that are as large as the parameter."""
     scalars: Mapping[str, Mapping[str, Tree]]
     """By parameter: its other states, such as the step."""
     torch_settings: Mapping[str, Tree]
-    """What torch's optimizer of that kind has in each group besides; DeepSpeed's own have fewer settings."""
+    """The further settings that torch's optimizer of that kind has in each group; DeepSpeed's own have fewer."""
     notes: tuple[str, ...]
 
     def alike(self) -> Iterator[tuple[str, Tree, list[str]]]:
-        """Yield each scalar state's values, with the parameters that have that value."""
+        """Yield each scalar state with each of its values, and the parameters that have that value."""
         by_value: dict[tuple[str, object], tuple[Tree, list[str]]] = {}
         for name, states in self.scalars.items():
             for state, value in states.items():
@@ -69,9 +69,9 @@ def optimizer_of(
     state: RankState, versions: Sequence[LayerVersion], *, entries: Mapping[str, LayerEntry]
 ) -> OptimizerState:
     """
-    Return the optimizer in *state*, that of a first rank under stage 3; *versions* are those of all layers.
+    Return the optimizer in *state*, a first rank's under stage 3; *versions* are the versions of all layers.
 
-    Each parameter of *entries* has the counter of its layer there, all others that of *state*.
+    Each parameter in *entries* gets the counter of its layer from there, all others the one in *state*.
 
     Raises:
         LayoutMismatch: A layer has no counter of its own.
@@ -92,7 +92,7 @@ def optimizer_of(
             if state_of is not None:
                 of_group = state_of.mapping()
                 scalars |= {name: _scalars(of_group, entries.get(name)) for name in shapes[group]}
-    # Of the layers, not of the state: in a mixture they are of other saves, and may have moments that it lacks.
+    # From the layers, not from *state*: in a mixture they come from other saves, and may have moments that it lacks.
     sliced = {name: tuple(sorted(states)) for name, states in _sliced(versions).items()}
     notes = [] if sliced else ["the optimizer has made no step yet: it has no moments"]
     if (
@@ -101,7 +101,7 @@ def optimizer_of(
         and not all("decoupled_weight_decay" in param_group.settings for param_group in groups)
     ):
         notes.append(
-            "the base's optimizer does not say whether its weight decay is decoupled: AdamW's is, so it says so"
+            "the base's optimizer does not say whether its weight decay is decoupled: assumed decoupled, as in AdamW"
         )
     return OptimizerState(
         groups=tuple(groups),
@@ -121,7 +121,7 @@ def _sliced(versions: Iterable[LayerVersion]) -> dict[str, list[str]]:
 
 
 def _scalars(kept: Mapping[Tree, Tree], entry: LayerEntry | None) -> dict[str, Tree]:
-    """Return what a sub-group keeps besides slices; its counter, as torch's tensor, is that of *entry*, if given."""
+    """Return what a sub-group keeps besides slices; its counter, as torch's tensor, has *entry*'s count if given."""
     scalars: dict[str, Tree] = {}
     for key, value in kept.items():
         if key == STEP:
@@ -147,7 +147,7 @@ def config_optimizer(model: TreeView) -> dict[Tree, Tree] | None:
 
 
 def _settings(model: TreeView) -> dict[str, Tree]:
-    """Return Adam's settings that DeepSpeed keeps in its config, if it is the one that has made the optimizer."""
+    """Return the settings of torch's Adam, with the kind of weight decay that DeepSpeed's config states, if any."""
     chosen = (config_optimizer(model) or {}).get("params")
     is_decoupled = chosen.get("adam_w_mode", True) if isinstance(chosen, dict) else True
     return {**_SETTINGS_OF_ADAM, "decoupled_weight_decay": is_decoupled}

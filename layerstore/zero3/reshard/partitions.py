@@ -1,5 +1,5 @@
 """
-Ranks' states of stages 1 and 2: for other numbers of ranks, and as stage 3 would have saved them.
+Rank states of stages 1 and 2, made for another number of ranks or as stage 3 would have saved them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _OF_PARTITIONS = frozenset(
         *("group_paddings", "param_alignment_paddings", "param_slice_mappings", "ds_version"),
     }
 )
-"""What DeepSpeed keeps of an optimizer under stages 1 and 2, and not under stage 3, or in another form."""
+"""What DeepSpeed keeps of an optimizer under stages 1 and 2, but not (or in another form) under stage 3."""
 
 
 def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankState:
@@ -51,12 +51,12 @@ def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankSta
             raise LayoutMismatch(
                 "with round_robin_gradients, the order of parameters depends on the number of ranks, and "
                 "parameter_alignment puts padding between them: where that would be is not known",
-                hint=f"compose at world size {before.world_size}, that of the base, or --format zero3",
+                hint=f"compose at the base's world size, {before.world_size}, or --format zero3",
             )
     after = PartitionSharding(groups, world_size, paddings)
     numbers = range(len(groups))
     masters = masters_in(outer)
-    is_lean = outer.get("zero_stage") is not None  # the one without pads its masters, too
+    is_lean = outer.get("zero_stage") is not None  # the optimizer without this key pads its masters too
     flats: list[Tree] = [
         _flat(
             masters[group].tensor(),
@@ -80,7 +80,7 @@ def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankSta
         template,
         outer={
             "single_partition_of_fp32_groups": flats,
-            # For each group, where stage 3 has one for all.
+            # One for each group; stage 3 has one for all.
             "partition_count": [world_size for _ in numbers],
             "group_paddings": [after.elements(group, rank) - after.lean(group, rank) for group in numbers],
             "param_slice_mappings": mappings,
@@ -118,7 +118,7 @@ def as_stage_3(state: RankState) -> RankState:
     """
     Return *state* as the only rank of a training under stage 3 would have saved it; each param group is a sub-group.
 
-    Groups have the order that the optimizer was given.
+    The parameters of a group have the order in which the optimizer was given them.
     """
     model, outer, inner = TreeView.of(state.model), outer_optimizer(state), inner_optimizer(state)
     groups = sub_group_shapes(model)
@@ -154,13 +154,13 @@ def as_stage_3(state: RankState) -> RankState:
 
 
 def conversion_note(first: RankState) -> str:
-    """Say what a training must know to go on under stage 3."""
+    """Say which setting a training needs to continue under stage 3."""
     size = sub_group_size(TreeView.of(first.model))
     return f"converted to ZeRO-3 with sub_group_size {size:.0f}: the training needs the same"
 
 
 def _model(model: TreeView, groups: Sequence[Mapping[str, Size]]) -> Tree:
-    """Return the tree of ``model_states``: placeholders in the module, and frozen parameters apart."""
+    """Return the tree of ``model_states``: placeholders in the module, and frozen parameters outside it."""
     module = model["module"].mapping()
     trained = {name for group in groups for name in group}
     buffers = model["buffer_names"].sequence()
@@ -172,7 +172,7 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]]) -> Tree:
         if isinstance(tensor, Tensor) and isinstance(content, FragmentContent):
             if name == content.parameter and name not in trained:
                 frozen[name], shapes[name] = resized(tensor, tensor.elements, content), tensor.shape
-            # One for each storage: names that share memory still do.
+            # One placeholder for each storage, so that names that share memory still do.
             placeholders.setdefault(tensor.storage, replace(tensor.storage, elements=0, content=b""))
         elif isinstance(tensor, Tensor) and not tensor.elements and name not in buffers:
             frozen[name], shapes[name] = resized(tensor, 0), tensor.shape  # a parameter without elements

@@ -1,5 +1,5 @@
 """
-The sub-groups of stage 3: how DeepSpeed cuts param groups into flat buffers, and a rank's trees for other ones.
+The sub-groups of stage 3: how DeepSpeed cuts param groups into flat buffers, and a rank's trees for new sub-groups.
 
 No tree is changed in place, so one rank's tree can serve as the template for many.
 """
@@ -49,7 +49,7 @@ def plan_sub_groups(state: RankState, *, world_size: int, is_by_rule: bool = Tru
     """
     Decide the sub-groups for *world_size* ranks, from the state of any of the base's ranks.
 
-    Without *is_by_rule* those of *state* are whole param groups, whatever the rule says.
+    Without *is_by_rule*, the sub-groups of *state* are whole param groups, whatever DeepSpeed's rule says.
 
     Raises:
         LayoutMismatch: The base's own sub-groups do not follow from its config, or disagree with each other.
@@ -91,7 +91,7 @@ def sub_groups(lengths: Sequence[int], *, size: float) -> Iterator[range]:
 
 
 def sub_group_size(model: TreeView) -> float:
-    """Return how many elements per rank a sub-group holds at least before the next begins."""
+    """Return how many elements per rank a sub-group must hold before the next begins."""
     zero = (config_of(model) or {}).get("zero_optimization")
     size = zero.get("sub_group_size", _SUB_GROUP_SIZE) if isinstance(zero, dict) else _SUB_GROUP_SIZE
     # JSON may hold 1e9, a float.
@@ -109,7 +109,7 @@ def _check_rule(
             raise LayoutMismatch(
                 f"param group {param_group} was saved in {len(old)} sub-groups, but sub_group_size {size:.0f} makes "
                 f"{len(expected)} of it: how the engine would split it for other ranks is unknown",
-                hint=f"compose at world size {saved_by}, that of the base",
+                hint=f"compose at the base's world size, {saved_by}",
             )
 
 
@@ -124,7 +124,7 @@ def _check_scalars(state: RankState, members: Sequence[tuple[int, list[int]]]) -
             if odd is not None:
                 raise LayoutMismatch(
                     f"sub-groups {first} and {group} of param group {param_group} differ in {odd!r}: "
-                    "their parameters cannot be put together in others",
+                    "their parameters cannot be regrouped",
                     hint="compose at the world size of the base, or from another base",
                 )
 

@@ -2,7 +2,7 @@
 Which elements of which parameters each rank has in its flat buffers.
 
 Stage 3 splits every parameter evenly among the ranks. Stages 1 and 2 put the parameters of a param group one after
-another, and split the whole group: a rank's partition begins and ends inside of parameters.
+another, and split the whole group: a rank's partition may begin and end inside a parameter.
 """
 
 from bisect import bisect_right
@@ -22,16 +22,16 @@ Groups = Sequence[Mapping[str, Sequence[int]]]
 """The parameters of every flat buffer with their shapes, in flat order."""
 
 _ALIGNMENT = 2
-"""Of a partition, in elements; DeepSpeed's, so that partitions of 16-bit elements begin at four bytes."""
+"""How DeepSpeed aligns a partition, in elements: those of 16-bit elements begin at multiples of four bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """Elements of a parameter that lie together in a rank's flat buffer; never none."""
+    """Elements of a parameter that lie together in a rank's flat buffer; at least one."""
 
     name: str
     begin: int
-    """The first of them in the parameter."""
+    """The index of the first in the parameter."""
     elements: int
     start: int
     """Where they start in the buffer."""
@@ -82,7 +82,7 @@ class EvenSharding:
 
     @cached_property
     def _members(self) -> list[list[tuple[str, int, int]]]:
-        """The name of each parameter, its length and that of its slices, by group."""
+        """By group: each parameter's name, its length and the length of its slices."""
         lengths = ([(name, prod(shape)) for name, shape in group.items()] for group in self.groups)
         return [[(name, count, slice_length(count, self.world_size)) for name, count in group] for group in lengths]
 
@@ -91,7 +91,7 @@ class EvenSharding:
         return [sum([length for _, _, length in members]) for members in self._members]
 
     def lean(self, group: int, rank: int) -> int:
-        """Return the same: its padding lies within."""
+        """Return the same length as `elements`, because padding belongs to each parameter's slice."""
         return self.elements(group, rank)
 
 
@@ -102,7 +102,7 @@ class PartitionSharding:
     groups: Groups
     world_size: int
     paddings: Sequence[Sequence[int]]
-    """By group: how many elements follow each parameter, so that the next is aligned; empty if none do."""
+    """By group: how many padding elements follow each parameter to align the next; empty if none do."""
     cut: str = "partition"
 
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
@@ -141,7 +141,7 @@ class PartitionSharding:
         return starts
 
     def _starts(self, group: int) -> list[int]:
-        """Return where each parameter starts in the group, and at last where the group ends."""
+        """Return where each parameter starts in the group, and finally where the group ends."""
         return self._starts_of[group]
 
 
@@ -197,7 +197,7 @@ def dealt(names: Sequence[str], world_size: int) -> list[str]:
 
 
 def gathered_again(names: Sequence[str], world_size: int) -> list[str]:
-    """Return the order before `dealt`."""
+    """Return *names* in the order that they had before `dealt`."""
     return [name for _, name in sorted(zip(_deal(len(names), world_size), names, strict=True))]
 
 

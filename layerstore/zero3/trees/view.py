@@ -30,14 +30,14 @@ _ENGINE_KEYS = """
 """
 ENGINE_KEYS = frozenset(_ENGINE_KEYS.split())
 
-# What DeepSpeed calls the masters, and what the optimizer itself saved: under stage 3, and under stages 1 and 2.
+# DeepSpeed's keys for the masters, and for what the optimizer itself saved: under stage 3, then stages 1 and 2.
 _MASTERS = ("fp32_flat_groups", "single_partition_of_fp32_groups")
 _INNER = ("optimizer_state_dict", "base_optimizer_state")
 
 STEP = "step"
 """The optimizer's update count, one per sub-group: an int in DeepSpeed's optimizers, a scalar tensor in torch's."""
 _COUNTERS = {"F32": Struct("<f"), "F64": Struct("<d"), "I64": Struct("<q"), "I32": Struct("<i")}
-"""The element types of such a tensor."""
+"""The layouts of such a tensor, by element type."""
 
 
 class TreeView:
@@ -139,7 +139,7 @@ def stage_of(outer: TreeView) -> int:
     """
     Return the ZeRO stage, from what DeepSpeed saved of the optimizer.
 
-    The one that accumulates gradients in fp32 for weights in bf16, which is of stage 1, does not say it.
+    The optimizer that accumulates fp32 gradients for bf16 weights does not state its stage, which is 1.
     """
     stage = outer.get("zero_stage")
     if stage is not None and isinstance(stage.value, Inert):
@@ -182,7 +182,7 @@ def leaves_out_frozen(state: RankState) -> bool:
 def with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
     """Return the ``optim_states`` tree with some values replaced in DeepSpeed's and in the optimizer's own state."""
     within = changed(inner_optimizer(state).mapping(), inner)
-    # Under both names: only keys that are there are changed.
+    # Under both keys, because only the keys that are there are changed.
     around = changed(outer_optimizer(state).mapping(), {**outer, **dict.fromkeys(_INNER, within)})
     return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
 
@@ -219,8 +219,8 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
     if (stage == STAGE_3) != bool(SHARD_STEM.fullmatch(model.path.stem)):
         named = "stages 1 and 2" if stage == STAGE_3 else "stage 3"
         yield (
-            f"is named as of {named}, but the optimizer was saved under ZeRO stage {stage}",
-            "remove what an earlier save has left in the folder",
+            f"has a name of {named}, but the optimizer was saved under ZeRO stage {stage}",
+            "remove what an earlier save left in the folder",
         )
     if isinstance(inner_in(optimizer).value, list):
         yield "was saved with elastic_checkpoint", "unset zero_optimization.elastic_checkpoint"
@@ -231,7 +231,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
     if degree != 1:
         yield f"was saved with tensor parallelism of degree {degree}", "train without tensor parallelism"
     config = config_of(model) or {}
-    # DeepSpeed makes a mesh of these two, and groups of one of its dimensions.
+    # DeepSpeed makes a mesh of these two sizes, and its groups from one dimension of the mesh.
     job = prod(
         size if isinstance(size := config.get(f"{kind}_parallel_size"), int) else 0 for kind in ("data", "sequence")
     )
@@ -246,9 +246,9 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
     offload = zero.get("offload_param")
     if model.optional("frozen_param_fragments"):
         if isinstance(offload, dict) and offload.get("device") == "nvme":
-            yield "is of a training whose frozen weights were offloaded to NVMe", "set offload_param.device to 'cpu'"
+            yield "was saved while frozen weights were offloaded to NVMe", "set offload_param.device to 'cpu'"
         if zero.get("zero_quantized_nontrainable_weights"):
-            yield "is of a training whose frozen weights were quantized", "unset zero_quantized_nontrainable_weights"
+            yield "was saved while frozen weights were quantized", "unset zero_quantized_nontrainable_weights"
     # -1 is DeepSpeed's default.
     if zero.get("mics_shard_size", -1) not in {-1, None}:
         yield "was saved under MiCS", "unset mics_shard_size"
@@ -305,7 +305,7 @@ def same_bytes(tree: Tree) -> bytes:
     def anywhere(tensor: Tensor) -> Tensor:
         return replace(tensor, storage=replace(tensor.storage, device=""))
 
-    # Of bytes that lie elsewhere, the place stands for the bytes.
+    # Bytes that lie elsewhere are represented by their place.
     return pack(encode_tree(replace_tensors(tree, anywhere), content_to_plain=repr))
 
 

@@ -287,7 +287,7 @@ def test_layers_of_deepspeed_and_of_dcp_make_one_composite(store: Store, tmp_pat
     assert all(is_new[key] != is_old[key] for key in is_new)
     assert {True, False} == {is_new[key] for key in is_new if key.startswith("model.")}
     written = store.compose("sft@5").export(tmp_path / "shards", format="zero3")
-    assert any("what is DeepSpeed's own is that of sft@4" in note for note in written.notes)
+    assert any("DeepSpeed's own state comes from sft@4" in note for note in written.notes)
     assert store.ingest(tmp_path / "shards", run="again").layers
     assert store.compose("sft@5").export(tmp_path / "hf", format="hf").files
 

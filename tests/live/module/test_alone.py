@@ -383,10 +383,10 @@ def test_a_launch_without_resume_is_noticed_and_mended(store: Path, caplog: pyte
 
     caplog.clear()
     assert resumed(store)[2].step == 2
-    assert "attempt 1 goes on to step 4: resume(…, run='sft~1') takes that" in caplog.text
+    assert "attempt 1 reached step 4: resume(…, run='sft~1') continues it" in caplog.text
     with pytest.raises(NotFound, match="belongs to an earlier attempt") as caught:
         resumed(store, step=4)
-    assert 'resume(…, run="sft~1") takes it' in str(caught.value.hint)
+    assert 'use resume(…, run="sft~1")' in str(caught.value.hint)
     with pytest.raises(InvalidInput, match="is not a run but a reference") as wrong:
         resumed(store, run="sft~1@3")
     assert 'run="sft~1", step=3' in str(wrong.value.hint)
@@ -397,8 +397,8 @@ def test_a_launch_without_resume_is_noticed_and_mended(store: Path, caplog: pyte
     assert (found.run, found.step) == ("sft", 4)
     weights = states[4]["model"]
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    assert "goes on to step" not in caplog.text
+    assert "reached step" not in caplog.text
     with layerstore.attach(model, optimizers, store, run="sft") as saver:
         saver.save(5)
     assert resumed(store)[2].step == 5
-    assert "goes on to step" not in caplog.text
+    assert "reached step" not in caplog.text

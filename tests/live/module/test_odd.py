@@ -244,7 +244,7 @@ def test_a_resume_names_the_settings_that_it_replaces(store: Path) -> None:
     found = layerstore.resume(again, its, store, run="odd")
 
     assert found is not None
-    said = "weight_decay of param group 1 is 0.01, as it was saved, and not 0.0; so are those of 1 more"
+    said = "weight_decay of param group 1 is 0.01, as saved, not 0.0; likewise in 1 more"
     assert found.notes == (said,)
     assert [group["weight_decay"] for group in its.param_groups] == [0.01, 0.01, 0.01]
     assert its.param_groups[0]["param_names"] == [first[0]]
@@ -293,8 +293,8 @@ def test_a_training_without_fp32_is_kept_exactly_and_says_so_once(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"keep": Keep(last=3)}, "Keep(last=3) removes each exact save before the next, as one in 10 versions"),
-        ({"keep": Keep(last=3), "exact_every": None}, "Keep(last=3) removes the first save, and only that is exact"),
+        ({"keep": Keep(last=3)}, "Keep(last=3) removes each exact save before the next, as only one in 10 versions"),
+        ({"keep": Keep(last=3), "exact_every": None}, "Keep(last=3) removes the first save, the only exact one"),
         ({"keep": Keep(last=3), "exact_every": 3}, ""),
         ({"keep": Keep(last=3, every=100)}, ""),
         ({"keep": Keep(last=3), "precision": "exact"}, ""),
@@ -349,7 +349,7 @@ def test_a_training_whose_store_was_removed_comes_to_its_end(store: Path, caplog
 
     said = "\n".join(record.getMessage() for record in caplog.records if record.levelname == "ERROR")
     assert said.startswith("step 2 was not saved: ")
-    assert f"what was saved last cannot be read: there is no store at {store}; the next saver begins a new" in said
+    assert f"the last save cannot be read: there is no store at {store}; the next saver begins a new" in said
     with layerstore.attach(model, optimizer, store, run="sft") as saver:
         saver.save(3)
     with layerstore.open(store) as opened:

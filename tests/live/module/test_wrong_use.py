@@ -134,7 +134,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], tuple[Any, ...]], type[LayerstoreError],
         InvalidInput,
         "the optimizer trains a parameter that the model does not have",
     ),
-    "no-optimizer": (lambda: (new()[0],), InvalidInput, "Every is a module, and its optimizer is not named"),
+    "no-optimizer": (lambda: (new()[0],), InvalidInput, "Every is a module, and no optimizer was given"),
     "no-module": (lambda: (3, new()[1]), InvalidInput, "int is not a module"),
     "no-torch": (lambda: (new()[0], object()), InvalidInput, "object is not an optimizer of torch"),
     "none": (lambda: (new()[0], []), InvalidInput, "there is no optimizer in the list"),
@@ -198,7 +198,7 @@ RANKS = {
     "step": ("NotFound", "run 'sft' has no step 9"),
     "rows": ("Unsupported", "the optimizer keeps 'rows' of embed.weight, which is not split as the parameter is"),
     "partial": ("Unsupported", "layers.0.sums has partial sums on each rank"),
-    "drift": ("Unsupported", "policy drift cannot measure how far layers have moved that tensor parallelism has split"),
+    "drift": ("Unsupported", "policy drift cannot measure the movement of layers that tensor parallelism has split"),
 }
 
 

@@ -62,7 +62,7 @@ def test_a_rank_that_saves_alone_says_so(monkeypatch: pytest.MonkeyPatch, caplog
     """Where only rank 0 calls save, it waits for ever; after a while a line says for whom."""
     monkeypatch.setattr(exchange, "_LATE_SECONDS", 0.01)
     agree_on_save(Kept(caplog.records), report())
-    assert caplog.messages == ["rank 0 has waited 0 s in save() for the other ranks: every rank has to call it"]
+    assert caplog.messages == ["rank 0 has waited 0 s in save() for the other ranks: every rank must call it"]
 
 
 @given(st.text(max_size=80))

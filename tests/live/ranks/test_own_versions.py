@@ -297,7 +297,7 @@ def test_what_is_sent_arrives_or_is_refused(data: bytes) -> None:
     """A flip on the way, in the message or in its checksum, is found."""
     assert Alone(None).deal([data]) == [data]
     for place in (0, -1):
-        with pytest.raises(IntegrityError, match="a message of rank 0 was damaged on its way"):
+        with pytest.raises(IntegrityError, match="a message from rank 0 was damaged in transit"):
             Alone(place).deal([data])
 
 
