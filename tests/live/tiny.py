@@ -140,8 +140,10 @@ class Faults:
 
     def __call__(self, operation: str, path: Path) -> None:
         """Do what the first rule for this operation says."""
+        # Not in the folders above the store, which may be /tmp itself.
+        in_store = f"/{'/'.join(path.parts[-3:])}"
         for wanted, part, action in list(self.rules):
-            if operation == wanted and part in str(path):
+            if operation == wanted and part in in_store:
                 action(path)
                 return
 
