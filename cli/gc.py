@@ -38,7 +38,7 @@ ABOUT = About("Maintain", store="anywhere", elsewhere=("prune",))
 _LINES_MAX = 50
 
 Runs = Annotated[
-    list[str] | None, typer.Argument(metavar="RUN", help="The runs that the rules speak for; all of them by default.")
+    list[str] | None, typer.Argument(metavar="RUN", help="The runs that the rules apply to; all by default.")
 ]
 Grace = Annotated[
     str | None,
@@ -46,8 +46,8 @@ Grace = Annotated[
         "--grace",
         metavar="AGE",
         help=(
-            "Objects younger than this stay; 0s: nobody writes now. What writers left half done stays for 24h, "
-            "and so does all of a remote, but with 0s. [default: 5m, of a remote 24h]"
+            "Keep objects younger than this; 0s only if nothing writes now. Unfinished files, and everything in a "
+            "remote, are kept for 24h, except with 0s. [default: 5m, in a remote 24h]"
         ),
     ),
 ]
@@ -65,7 +65,7 @@ def gc(
     rules: Mapping[str, object],
     grace: Grace = None,
     empty_trash: Annotated[
-        bool, typer.Option("--empty-trash", help="Also what was dropped or replaced less than 7 days ago.")
+        bool, typer.Option("--empty-trash", help="Also remove what was dropped or replaced less than 7 days ago.")
     ] = False,
     remote: RemoteName = None,
     pushed_to: Annotated[
@@ -79,11 +79,12 @@ def gc(
     """
     Remove what no rule keeps and nothing needs, for good.
 
-    What it removes cannot be brought back; drop moves commits to the trash instead.
+    What it removes cannot be brought back (in a bucket, the trash keeps commits for a day);
+    drop moves commits to the trash instead.
     A commit is kept if any of the rules names it. Without a rule, every commit stays:
-    only what was dropped or replaced 7 days ago goes, and what killed writers left behind.
+    it only removes what was dropped or replaced over 7 days ago, and what killed writers left.
     The newest commit of a run always stays, and so do pins with all that they need.
-    FREES charges each object to the first listed commit that needs it; "later" means too young yet.
+    FREES charges each object to the first listed commit that needs it; "later" means still too young.
     Safe during training, ingest and compose; may be stopped and repeated at any time.
 
     \b
@@ -108,34 +109,35 @@ def gc(
             pushed_to=pushed_to,
         )
         plan: GcOutcome | None = None
+        is_bucket = bool(remote or opened_store.repo.remote)
         if not (dry_run or yes or as_json) and sys.stdin.isatty():
             with shown_progress(as_json=as_json) as progress:
                 plan = collect(dry_run=True, progress=progress)
-            if not _is_confirmed(plan, pushed_to=pushed_to):
+            if not _is_confirmed(plan, pushed_to=pushed_to, is_bucket=is_bucket):
                 print_line("nothing was removed")
                 return
         with shown_progress(as_json=as_json) as progress:
-            # Others may have saved or dropped since the question: what goes beyond the plan is refused.
+            # Others may have saved or dropped in the meantime: removing more than the plan is refused.
             outcome = collect(dry_run=dry_run, confirmed=plan, progress=progress)
-        # A bucket's trash goes by its age alone.
-        has_trash = not (as_json or outcome.bytes_freed or remote or opened_store.repo.remote or empty_trash)
+        # Not for a bucket, which refuses --empty-trash: there, only age decides when trash is removed.
+        has_trash = not (as_json or outcome.bytes_freed or is_bucket or empty_trash)
         dropped = opened_store.dropped() if has_trash else []
     if as_json:
         print_json(_fields(outcome, dry_run=dry_run))
     else:
-        _print_result(outcome, is_done=not dry_run, pushed_to=pushed_to)
+        _print_result(outcome, is_done=not dry_run, pushed_to=pushed_to, is_bucket=is_bucket)
         if dropped:
             commits, them = _staying(len(dropped), "dropped commit")
             print_note(f"{commits} in the trash: --empty-trash removes {them}")
 
 
-def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None) -> bool:
+def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None, is_bucket: bool) -> bool:
     """Show *plan* and ask; anything but a yes means no, including the end of the input."""
     if not (plan.removed or plan.trimmed or plan.trash.count):
         return True
     mark_as_answer()  # the user must see the plan before answering, even with --quiet
-    _print_result(plan, is_done=False, pushed_to=pushed_to)
-    sys.stdout.write("Remove them for good? [y/N]: ")
+    _print_result(plan, is_done=False, pushed_to=pushed_to, is_bucket=is_bucket)
+    sys.stdout.write("Remove them? [y/N]: " if is_bucket else "Remove them for good? [y/N]: ")
     sys.stdout.flush()
     answer = sys.stdin.readline()
     if not answer.endswith("\n"):
@@ -143,7 +145,7 @@ def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None) -> bool:
     return answer.strip().lower() in {"y", "yes"}
 
 
-def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None) -> None:
+def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None, is_bucket: bool) -> None:
     from layerstore.gc import NOT_PUSHED, NOT_REQUESTED
 
     # Doomed commits first, because a long list is cut at its end.
@@ -156,17 +158,21 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None)
             print_line(f"… and {len(fates) - _LINES_MAX:,} more; --json has them all")
         if len(fates) < len(outcome.commits):
             print_line(
-                f"… and {len(outcome.commits) - len(fates):,} kept of runs that were not named; --json has them all"
+                f"… and {len(outcome.commits) - len(fates):,} kept in runs that were not named; --json has them all"
             )
         print_line()
     kept = sum(bool(fate.kept_by) for fate in outcome.commits)
     pins = f" and {counted(len(outcome.pins), 'pin')}" if outcome.pins else ""
     verb, tense = ("removed", "") if is_done else ("would remove", "; nothing was changed")
-    for_good = " for good" if outcome.removed or outcome.trimmed or outcome.trash.count else ""
+    is_for_good = not is_bucket and (outcome.removed or outcome.trimmed or outcome.trash.count)
+    for_good = " for good" if is_for_good else ""
     freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
     print_paragraph(f"{verb} {_parts(outcome)}{for_good}: {freed}", indent=2)
     if outcome.dropped:
-        print_paragraph(f"{'left' if is_done else 'would leave'} the trash: {shown(some(outcome.dropped))}", indent=2)
+        print_paragraph(f"{'removed' if is_done else 'would remove'} trash: {shown(some(outcome.dropped))}", indent=2)
+    if is_bucket and outcome.removed:
+        stay = "they stay" if is_done else "they would stay"
+        print_line(f"{stay} in the bucket's trash for a day: layerstore undrop, with --store URL, brings one back")
     unpushed = sum(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
     if unpushed and pushed_to is not None:
         commits, them = _staying(unpushed, "commit")
@@ -183,7 +189,7 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None)
 
 
 def _staying(count: int, noun: str) -> tuple[str, str]:
-    """Return *count* with its noun and that they stay, and the pronoun for them."""
+    """Return *count* with its noun and "stay", and the pronoun for them."""
     stay, them = ("stays", "it") if count == 1 else ("stay", "them")
     return f"{counted(count, noun)} {stay}", them
 

@@ -27,9 +27,9 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="[REMOTE] [REF]...", help="A remote's name or URL; then references, all by default."),
 ]
-Follow = Annotated[bool, typer.Option("--follow", help="Go on behind a run: send each new commit, until Ctrl-C.")]
+Follow = Annotated[bool, typer.Option("--follow", help="Keep sending each new commit, until Ctrl-C.")]
 MovePins = Annotated[
-    bool, typer.Option("--move-pins", help="Let a pin that means something else there mean the same as here.")
+    bool, typer.Option("--move-pins", help="Move pins that differ in the remote to what they mean here.")
 ]
 
 
@@ -69,21 +69,21 @@ def push(
 
 
 def _print_made(store: "Store", url: str) -> None:
-    """Say that *url* is new: in a mistyped one, nobody would look for what is sent there."""
+    """Say that *url* is new: if it is mistyped, nobody would look for what is sent there."""
     from layerstore.history import pushed_to
 
     before = pushed_to(store.repo).get(url, ())
     if before:
         print_warning(
             f"there was no store at {url}, where {counted(len(before), 'commit')} had been pushed: this push makes "
-            "one; if the place is only not mounted, stop it"
+            "one; if the place is just not mounted, stop it"
         )
     else:
         print_aside(f"there was no store at {url}: this push makes one")
 
 
 def remote_and_references(store: "Store", words: list[str], *, from_here: bool) -> tuple[str | None, list[str] | None]:
-    """Return the remote and the references that *words* name: *from_here*, this store's, as a pull's are not."""
+    """Return the remote and the references that *words* name: this store's references if *from_here*, as in a push."""
     from layerstore.history import begins_id
     from layerstore.remote import refuse_folder
 
@@ -101,8 +101,8 @@ def remote_and_references(store: "Store", words: list[str], *, from_here: bool) 
     similar = nearest(words[0], known if from_here else remotes)
     # Anything else can only be a reference, and resolving it says best what is wrong with it.
     is_plain = is_name(words[0]) and not begins_id(words[0])
-    if words[0] not in known and (remotes and is_plain if from_here else similar):
-        here = f"remotes here: {some([*remotes])}; runs here: {some(runs) or 'none'}"
+    if words[0] not in known and (is_plain if from_here else similar):
+        here = f"remotes here: {some([*remotes]) or 'none'}; runs here: {some(runs) or 'none'}"
         raise NotFound(f"{words[0]!r} is neither a remote nor a run", hint=did_you_mean(similar, else_=here))
     return None, words
 

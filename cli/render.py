@@ -38,7 +38,7 @@ _GAP = 2
 # A name is broken only if it takes more than half of the terminal, and more than this.
 _WORD_WIDTH_MIN = 20
 
-# Verdicts: green is well, yellow is worth a look, red is going or wrong. The word alone says the same.
+# Verdicts: green is fine, yellow is worth a look, red is removed or wrong. The word alone says the same.
 _COLOURS = {"keep": 32, "ok": 32, "trim": 33, "note": 33, "remove": 31, "problem": 31}
 
 # In a narrower terminal, prose is not folded.
@@ -266,7 +266,7 @@ def _fitted(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: in
             break  # the terminal wraps what remains
         kept.remove(max(spare, key=lambda index: columns[index].drops))
     excess = sum(widths[index] + _GAP for index in kept) - _GAP - width
-    for index in sorted(kept, key=lambda index: least[index] - widths[index]):  # the one with most to give first
+    for index in sorted(kept, key=lambda index: least[index] - widths[index]):  # the column with most to spare first
         cut = max(0, min(excess, widths[index] - least[index]))
         widths[index] -= cut
         excess -= cut
@@ -290,7 +290,7 @@ def _print_row(columns: Sequence[Column], line: Sequence[str], widths: Sequence[
 
 def _words_in(text: str, width: int) -> list[str]:
     """
-    Return *text* in lines of *width*, broken between words, and inside one only if it has no room by itself.
+    Return *text* in lines of *width*, broken between words, and inside a word only if it does not fit by itself.
 
     >>> _words_in("the newest of its run", 10), _words_in("model.layers.0", 10), _words_in("…/checkpoints", 13)
     (['the newest', 'of its run'], ['model.laye', 'rs.0'], ['…/checkpoints'])
@@ -306,7 +306,7 @@ def _words_in(text: str, width: int) -> list[str]:
 
 
 def _pieces(word: str, width: int) -> Iterator[str]:
-    """Yield *word* in pieces that take no more than *width* columns of a terminal, or one sign each."""
+    """Yield *word* in pieces that take at most *width* columns of a terminal, or have one character each."""
     begin = 0
     for end in range(1, len(word) + 1):
         if _cells(word[begin:end]) > width and end - 1 > begin:
@@ -343,7 +343,7 @@ def print_rows(columns: Mapping[Column, Callable[[T], str]], items: Iterable[T])
 # -- stderr --------------------------------------------------------------------------------------------------------
 
 
-_STORE_OPTION = re.compile(r"--store(?![\w-])")
+_STORE_OPTION = re.compile(r"(?<!layerstore )--store(?![\w-])")
 _COMMAND = re.compile(r"\blayerstore (?P<command>[a-z]+)\b")
 
 
@@ -359,9 +359,9 @@ def named_store() -> str | None:
 
 def with_store(text: str) -> str:
     """
-    Return *text* with ``--store`` added to its commands, if this command was given one.
+    Return *text* with ``--store`` added to its commands, if this command was given a store.
 
-    A store given by its URL is in a bucket, so there only commands that work on those get it.
+    A store given by URL is in a bucket, so only commands that work on buckets get the option.
     """
     path = _output.store
     if path is None or _STORE_OPTION.search(text):

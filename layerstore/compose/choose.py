@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from layerstore.compose.exactness import earlier_exact, inexact
-from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayoutMismatch, NotFound
+from layerstore.errors import Conflict, IntegrityError, LayoutMismatch, NotFound
 from layerstore.history import (
     Resolved,
     SaveHistory,
@@ -59,11 +59,11 @@ class MeanSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """What takes the place of the base's masters."""
+    """The averages that replace the base's masters."""
 
     saves: tuple[MeanSave, ...]
     layers: dict[str, tuple[tuple[LayerEntry, float], ...]]
-    """The versions of each averaged layer with their weights; layers that are the base's own are not here."""
+    """The versions of each averaged layer with their weights; layers with only the base's own version are not here."""
 
     def __str__(self) -> str:
         names = [f"{save.run}@{save.step}" for save in self.saves]
@@ -94,22 +94,22 @@ class Composition:
     older_than_due: tuple[str, ...] = ()
     """Layers that were due at their chosen save but not written there, so that an inherited version is used."""
     notes: tuple[str, ...] = ()
-    """What a recipe leaves to defaults, which of its settings have no effect, which layers are older than asked."""
+    """What a recipe leaves to defaults, which of its settings have no effect, which layers are older than requested."""
     chosen_from: tuple[tuple[RecordName, tuple[LayerEntry, ...]], ...] = ()
     """The records it is based on, and what the index says about their layers; checked before anything is written."""
     mean: Mean | None = None
-    """What its masters are, if not those of *layers*."""
+    """The averages to use as masters, if not the masters of *layers*."""
     wants_exact: bool = False
     """Whether only a save that was kept bit for bit will do."""
 
     @property
     def staleness(self) -> Staleness:
-        """How old each layer is, seen from the base."""
+        """How old each layer is, relative to the base."""
         return Staleness.of(self.base, self.layers)
 
     @property
     def mixture(self) -> str | None:
-        """A sentence that says so, if the layers are from several saves."""
+        """A sentence that says so if the layers are from several saves; None if they are not."""
         if self.mean is not None:
             count, layers = len(self.mean.layers), len(self.layers)
             taken = "" if count == layers else f" in {count} of {layers} layers"
@@ -138,7 +138,7 @@ class Composition:
         """
         Return the parameters whose masters are the base's own, bit for bit; *versions* are those of all layers.
 
-        Others were gathered and rounded from other numbers, so that these say nothing about what is composed.
+        The base's gathered weights of other parameters were rounded from other masters, so they do not apply here.
         """
         return frozenset(
             parameter.name
@@ -174,7 +174,7 @@ class Composition:
         return replace(self.base_resolved, record=record)
 
     def summary_file(self, notes: Iterable[str], **facts: object) -> bytes:
-        """Return the content of ``layerstore.json``, which also shows whose folder it is: the summary, and more."""
+        """Return the content of ``layerstore.json``, which also marks the folder as ours: the summary, and more."""
         fields = {"schema": _SUMMARY_SCHEMA, **self.summary(), **facts, "notes": [*self.notes, *notes]}
         return json.dumps(fields, indent=2, ensure_ascii=False).encode() + b"\n"
 
@@ -212,7 +212,7 @@ class Composition:
 
 
 def cautions(repo: Repository, composition: Composition, *, moments: bool = True, is_live: bool = False) -> list[str]:
-    """Return what a user has to know of its layers: that they are a mixture, and that they are not bit for bit."""
+    """Return what a user must know about the layers: that they are a mixture, and that they are not bit for bit."""
     return [*filter(None, (composition.mixture, composition.inexact(repo, moments=moments, is_live=is_live)))]
 
 
@@ -271,7 +271,7 @@ def as_newest_exact(repo: Repository, composition: Composition, requested: Resol
     requested_name, base_name = references_to(repo, [requested.record, composition.base])
     steps = requested.record.step - composition.base.step
     before = f", {steps} step{'s' if steps > 1 else ''} before" if steps else ""
-    note = f"{requested.pin or requested_name} was not kept bit for bit: {base_name} is taken{before}"
+    note = f"{requested.pin or requested_name} was not kept bit for bit: using {base_name}{before}"
     return replace(composition, notes=(*composition.notes, note))
 
 
@@ -281,7 +281,7 @@ def compose_by_policy(
     """
     Take each layer from its newest save, up to the base, at which it was due under *policy*.
 
-    *view* is a view of the run, by default the present one.
+    *view* is a view of the run, by default the current one.
     """
     base, latest = resolved.record, compose_latest(resolved)
     if isinstance(policy, Latest):
@@ -289,7 +289,7 @@ def compose_by_policy(
     past = SaveHistory(repo, resolved, view=repo.catalog.find(base.run) if view is None else view)
     saves = past.saves()
     newest = next(saves)
-    # A base that the policy itself saved supplies what it saved: its number alone does not tell (ADR 35).
+    # If the policy itself saved the base, the layers saved are those due; its number alone cannot tell (ADR 35).
     phased = anchored(policy, newest.save_number, past.decided(0, policy))
     picks = replay_policy(
         phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy)
@@ -330,7 +330,7 @@ def load_versions(repo: Repository, composition: Composition, *, states: bool = 
         # `entries` has the layers first, then what is averaged.
         version = versions[number] if number < len(versions) else repo.version_of(entry)
         try:
-            # A mean takes masters alone.
+            # A mean uses only masters.
             problem = difference(repo.version_of(bases), version, states=states and number < len(versions))
         except IntegrityError:
             # A run has one model, so its older version needs no comparison; lengths are checked when it is written.
@@ -353,8 +353,8 @@ def check_splittable(
     Make sure that an optimizer state that cannot be split by layer does not have to be.
 
     Raises:
-        LayoutMismatch: The base has such a state, and layers are from other saves, *world_size* is another, or the
-            stage.
+        LayoutMismatch: The base has such a state, and layers are from other saves, or *world_size* or the stage
+            differs.
     """
     base, older = composition.base, composition.older_layers
     count = base.world_size if world_size is None else world_size
@@ -363,9 +363,9 @@ def check_splittable(
     kept = "" if base.is_dcp else undivided(repo.state(base.states[0]))
     if kept:
         ours, *others = references_to(repo, [base, *(entry.origin for entry in older[:1])])
-        wish = f"be mixed with layers of {others[0]}" if older else f"be had for {count} ranks"
+        wish = f"be mixed with layers of {others[0]}" if older else f"be composed for {count} ranks"
         if is_converted and not older:
-            wish = "be had as ZeRO-3"
+            wish = "be composed as ZeRO-3"
         raise LayoutMismatch(
             f"{ours} cannot {wish}: its optimizer keeps {kept}, which cannot be cut into layers",
             hint=f"only --policy exact at world size {base.world_size}, without --recipe",
@@ -373,7 +373,7 @@ def check_splittable(
 
 
 def difference(base: LayerVersion, other: LayerVersion, *, states: bool = True) -> str | None:
-    """Say how the version *other* of a layer does not fit *base*; None if it fits. *states* are the optimizer's."""
+    """Say how the version *other* of a layer does not fit *base*; None if it fits. With *states*, check these, too."""
     if (problem := mismatch(base, other)) is not None:
         return problem
     for name, state in sorted(base.optimizer_states ^ other.optimizer_states) if states else ():
@@ -396,7 +396,7 @@ def mismatch(base: LayerVersion, other: LayerVersion | LayerSource) -> str | Non
 
 def _are_alike(mine: Parameter | Buffer, theirs: Parameter | Buffer) -> bool:
     """
-    Whether one can take the place of the other: FSDP2 trains fp32 parameters, DeepSpeed bf16 ones with fp32 masters.
+    Whether one can replace the other: FSDP2 trains fp32 parameters, DeepSpeed bf16 ones with fp32 masters.
 
     FSDP2 keeps buffers as it keeps frozen parameters, and DCP's own saves do not say what is tied.
     """
@@ -440,10 +440,10 @@ def _facts(item: Parameter | Buffer) -> str:
 @contextmanager
 def naming_damage(repo: Repository, composition: Composition, *, resumes: bool = False) -> Iterator[None]:
     """
-    Name the layer in errors of the body, which reads the parts of *composition*; what *resumes* has no checkpoint.
+    Name the layer in errors of the body, which reads the parts of *composition*; if it *resumes*, hint at other steps.
 
     Raises:
-        Conflict: A commit that it was chosen from was collected or dropped meanwhile.
+        Conflict: A commit that it was chosen from was collected or dropped in the meantime.
         IntegrityError: Something is damaged or missing; the message names the layer.
     """
     try:
@@ -462,7 +462,7 @@ def naming_damage(repo: Repository, composition: Composition, *, resumes: bool =
 
 
 def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError, *, resumes: bool) -> None:
-    """Prefix *exc* with the layer that *lost* an object, and append the remedy."""
+    """Prefix *exc* with the layer of the object *lost*, and put the remedy in its hint."""
     base, entry = (
         composition.base,
         next((candidate for candidate in composition.entries if _has(repo, candidate.version, lost)), None),
@@ -473,7 +473,8 @@ def _locate(repo: Repository, composition: Composition, lost: str, exc: Integrit
     exc.locate(called if entry is None else f"{entry.layer} of {called}")
     if entry is not None and saved_at(repo, entry.origin) is None:
         [called] = of_base  # the layer has outlived the commit that saved it
-    option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # a missing object is found without reading
+    # A missing object is found without reading, but a bucket's hint is the same for both.
+    option = " --read-data" if "--read-data" in str(exc.hint) else ""
     # A pin's base may be gone; then there is no reference to narrow the command by.
     narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
     verify = f"layerstore verify{narrow}{option}"
@@ -489,7 +490,7 @@ def _locate(repo: Repository, composition: Composition, lost: str, exc: Integrit
         older = f"compose {typed(called)} --exact takes an earlier exact save; "
     else:
         older = "" if entry is None or composition.wants_exact else "compose --without-damaged takes older versions; "
-    exc.hint = f"{verify} says which composites still stand; {older}or {exc.hint}"
+    exc.hint = f"{verify} says which composites are still intact; {older}or {exc.hint}"
 
 
 def _has(repo: Repository, version: BlobRef, lost: str) -> bool:

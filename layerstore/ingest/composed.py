@@ -1,6 +1,7 @@
-"""What ``layerstore.json`` says of a folder that compose wrote, if it is ingested again."""
+"""What ``layerstore.json`` says about a folder that compose wrote, for when it is ingested again."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,25 @@ class Composed:
     @property
     def is_mixture(self) -> bool:
         """Whether its layers may be from several saves."""
-        with contextlib.suppress(AttributeError, KeyError, TypeError):  # it may be anybody's
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # the file may be anybody's
             return "mean" in self.summary or any(
                 age["steps"] != 0 for age in self.summary["staleness"]["layers"].values()
             )
         return True
 
-    def note(self, step: int) -> str | None:
-        """Return a note for an ingest of *step*; None if something else was saved there since."""
-        with contextlib.suppress(KeyError, TypeError):  # it may be anybody's
-            count, layers = len(self.summary["compact"]), len(self.summary["layers"])
-            if count and self.summary["step"] == step:
-                return (
+    def notes(self, step: int) -> Iterator[str]:
+        """Yield what the commit will not show of its layers; nothing if the summary is of another step."""
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # the file may be anybody's
+            if self.summary["step"] != step:
+                return
+            layers, base = len(self.summary["layers"]), f"{self.summary['run']}@{step}"
+            if self.is_mixture:
+                yield f"it was composed from several saves ({base} and others): log shows them as one"
+            if count := len(self.summary["compact"]):
+                yield (
                     f"{count} of {layers} layers were composed from a save that was not kept bit for bit "
-                    f"({self.summary['run']}@{step}): they are stored as they are here, not as training had them"
+                    f"({base}): they are stored as they are here, not as training had them"
                 )
-        return None
 
 
 def composed(repo: Repository, folder: Path) -> Composed | None:

@@ -48,7 +48,7 @@ from layerstore.units import short_id, size
 from layerstore.zero3 import Checkpoint
 
 _HOW_TO_SAVE_IT = (
-    "--replace puts it in the place of the old commit, --rollback says that training went back to an earlier step, "
+    "--replace replaces the old commit with it, --rollback says that training went back to an earlier step, "
     "--run NAME that this is another run"
 )
 _HOW_TO_FIND_A_BASE = (
@@ -71,7 +71,7 @@ def ingest(repo: Repository, path: Path, options: IngestOptions, *, progress: Pr
 
     Raises:
         Conflict: Other content was saved for this run and step, and *replace* was not given.
-        SourceCheckpoint: The source is damaged, or changed meanwhile.
+        SourceCheckpoint: The source is damaged, or changed while it was read.
         Overtaken: A collection removed something that was to be reused; repeating the command succeeds.
     """
     source = read_source(repo, path, options)
@@ -84,11 +84,11 @@ def ingest(repo: Repository, path: Path, options: IngestOptions, *, progress: Pr
                 ingested = _Ingest(repo, options, run, checkpoint, transfer_it, view, progress, started).stored()
                 break
             except NotFound:
-                # A collection has removed a record that this counted on: begin again with what is left.
+                # A collection has removed a record that this ingest relied on: begin again with what is left.
                 if view is None or not has_shrunk(repo, view):
                     raise
     if options.pin is not None:
-        # By its id: the run's name may mean a newer commit by now.
+        # By its id, because the run's name may now mean a newer commit.
         make_pin(repo, options.pin, resolve(repo, ingested.commit))
     return ingested
 
@@ -146,7 +146,7 @@ def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
                 raise  # no collection removes folders
             raise Overtaken(
                 f"files that this ingest had written were removed from the store: {exc}",
-                hint="repeat the command; never run gc --grace 0s during an ingest or a save: it takes what they write",
+                hint="repeat the command; never run gc --grace 0s during an ingest or a save: it removes their files",
             ) from exc
         if exc.kind == "no_space" and repo.remote is None:
             exc.message += (
@@ -167,7 +167,7 @@ class _Ingest:
     checkpoint: Checkpoint
     transfer: Callable[..., Content]
     view: RunView | None
-    """The run before."""
+    """The run before this ingest."""
     progress: Progress
     started: float
     kept_exactly: list[str] = field(default_factory=list)
@@ -185,7 +185,7 @@ class _Ingest:
         """Return the commits to replace: those at the step of *rival*, if that is in the history."""
         if rival is None or not self.options.replace or self.options.opens_attempt or not self._is_meant(rival):
             return []
-        assert self.view is not None, "the rival is of the view"
+        assert self.view is not None, "the rival is in the view"
         return [row for row in self.view.of_attempt(rival.attempt) if row.step == rival.step]
 
     def _existing_commit(self) -> RecordRow | None:
@@ -195,7 +195,7 @@ class _Ingest:
         rows = [row for row in self.view.visible if row.step == self.checkpoint.step]
         rows.sort(key=lambda row: row.attempt, reverse=True)
         if self.options.opens_attempt:
-            # A command that opens an attempt may be a repeat: what it saved then is the first commit of an attempt.
+            # A command that opens an attempt may be a repeat: what it saved before is an attempt's first commit.
             return next((row for row in rows if self.view.of_attempt(row.attempt)[0].id == row.id), None)
         return next((row for row in rows if self._is_meant(row)), next(iter(rows), None))
 
@@ -210,7 +210,7 @@ class _Ingest:
         """Restore what the store has lost of *rival*, if the content is the same; return None if it is not."""
         options = self.options
         old = self.repo.catalog.commit(rival.name)
-        # Staged as it was saved then, by its policy and at its place: whatever is equal gets the same id.
+        # Staged as it was saved then, under its policy and at its place, so that equal content gets the same id.
         place, trimmed = NextCommit.of(old.record), WITHOUT_MOMENTS in old.record.flags
         as_saved = (old.record.policy.name, old.record.precision)
         if options.replace and (trimmed or as_saved != (options.policy.name, options.precision)):
@@ -226,7 +226,7 @@ class _Ingest:
             record = self._record(
                 place, old.record.policy, content, due, precision=old.record.precision, compact=counts
             )
-            # The same content. It is committed again, which puts back what the store has lost or damaged of it.
+            # The same content: committing it again restores what the store has lost of it, or what is damaged.
             if commit_id(record) == rival.id:
                 for entry in place.inherited.values():
                     tx.inherit(entry)
@@ -248,8 +248,8 @@ class _Ingest:
         return _HOW_TO_KEEP_A_MIXTURE if origin.is_mixture else _HOW_TO_KEEP_A_COPY
 
     def _compact_as(self, record: CommitRecord, own: Mapping[str, LayerEntry]) -> CompactLayers:
-        """Return how *own*, the compact layers that *record* saved, were kept: as the save before, if it was lost."""
-        assert self.view is not None, "the record is of the view"
+        """Return how *record* kept its compact layers *own*; for a lost version, how the previous save kept it."""
+        assert self.view is not None, "the record is in the view"
         before = next(saves_below(self.view, attempt=record.attempt, step=record.step), None)
         older = {}
         for layer, entry in own.items():
@@ -280,7 +280,7 @@ class _Ingest:
             tx = opened.enter_context(Transaction(self.repo, reads_reused=not options.trust_store))
             compact = self._compact(place, due)
             content = self._staged(tx, due, compact, known_before=known_before)
-            # By what was coded in fact: of a layer that was to be compact, nothing may have been there to code.
+            # By what was actually coded: a layer that was to be compact may have had nothing to code.
             counts = compact_counts(place.inherited, {loss.layer for loss in content.losses})
             record = self._record(place, use, content, due, precision=options.precision, compact=counts)
             # Only now is the commit's id known: a damaged record of that name is this very save.
@@ -309,7 +309,7 @@ class _Ingest:
         known_before: bool,
         moments: bool = True,
     ) -> Content:
-        """Stage the content; if what compact layers refer to is damaged, this checkpoint cannot heal it."""
+        """Stage the content; explain damage to what compact layers refer to, which this checkpoint cannot heal."""
         try:
             return self.transfer(
                 tx.objects, self.progress, due=due, known_before=known_before, moments=moments, compact=compact
@@ -320,13 +320,13 @@ class _Ingest:
                 raise
             raise IntegrityError(
                 f"object {damaged} is damaged, which {self.run}'s compact saves refer to; nothing was changed",
-                hint="layerstore repair --read-data --from COPY, or ingest the checkpoint that it came from again; "
+                hint="layerstore repair --read-data --from COPY, or ingest again the checkpoint that it came from; "
                 "--precision exact saves without it",
                 object_id=damaged,
             ) from exc
 
     def _compact(self, place: NextCommit, due: frozenset[str]) -> CompactLayers:
-        """Return those of the layers *due* that need not be exact this time, and have something to refer to."""
+        """Return which of the layers *due* need not be exact this time, and have something to refer to."""
         keyframes, older = self.options.keyframes, {}
         for layer in self.checkpoint.layers:
             entry = place.inherited.get(layer.layer) if layer.layer in due else None
@@ -351,8 +351,8 @@ class _Ingest:
 
     def _opens_the_same(self, rival: RecordRow) -> bool:
         """Whether this command would have opened *rival*'s attempt if it did not exist."""
-        assert self.view is not None, "the rival is of the view"
-        # The run as it was when that attempt was opened: later ones came after it.
+        assert self.view is not None, "the rival is in the view"
+        # The run as it was when that attempt was opened: later attempts came after it.
         rows = {key: row for key, row in self.view.rows.items() if row.attempt < rival.attempt}
         try:
             return self._place(replaced(self.view, rows=rows), []).lineage == rival.lineage
@@ -393,11 +393,10 @@ class _Ingest:
         )
 
     def _origin_notes(self) -> Iterator[str]:
-        """Yield a note if this was composed from what is not bit for bit, which it does not show itself."""
+        """Yield a note if this was composed from layers not kept bit for bit, which its own files do not show."""
         origin = composed(self.repo, self.checkpoint.found.folder)
-        note = None if origin is None else origin.note(self.checkpoint.step)
-        if note is not None:
-            yield note
+        if origin is not None:
+            yield from origin.notes(self.checkpoint.step)
 
     def _outcome(self, tx: Transaction, published: Published, content: Content) -> Ingested:
         writer, commit, is_new = tx.objects, published.commit, published.is_new

@@ -52,8 +52,8 @@ class Source:
             return self._bucket
 
     def listed(self, prefix: str) -> dict[ObjectId, int]:
-        """Return the sizes of objects whose ids start with the two digits *prefix*; listed once until `look_anew`."""
-        sizes = self._sizes  # taken first: a listing that began before `look_anew` must not be an answer after it
+        """Return the sizes of objects whose ids start with the two digits *prefix*; cached until `look_anew`."""
+        sizes = self._sizes  # taken first: a listing that began before `look_anew` must not be used after it
         if prefix not in sizes:
             folder = f"{self._layout.objects.name}/{prefix}"
             entries = self.bucket.listed(folder)
@@ -121,7 +121,8 @@ class Source:
         text = str(problem)
         return IntegrityError(
             text if text.startswith(self.url) else f"{self.url}: {text}",
-            hint=f"layerstore repair --remote {typed(self.url)}, in a store that has it sound, puts it back",
+            hint=f"layerstore --store OTHER repair --read-data --remote {typed(self.url)} puts it back, "
+            "if OTHER has a sound copy",
             object_id=ref.id,
         )
 
@@ -181,7 +182,7 @@ class FetchedObjects(ObjectStore):
         self.wait(self.start(ref))
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
-        """Make sure that *stretches* are here and sound; return the objects of which every byte is."""
+        """Make sure that *stretches* are here and sound; return the objects that are in full."""
         chunks = {
             ref: self._sparse_objects.chunks(ref, wanted) for ref, wanted in stretches.items() if not self._is_here(ref)
         }
@@ -266,7 +267,7 @@ class FetchedObjects(ObjectStore):
                 if self._is_durable:
                     file.sync()  # writers reuse it without another sync
             self._files.make_directory(home.parent, durable=False)
-            # A rename, since a damaged copy in a cache has to be replaced. The bytes match the name: `checked` ended.
+            # A rename, to replace any damaged copy in a cache. The bytes match the name: `checked` ended without error.
             self._files.rename(path, home)
         finally:
             self._files.discard(path)

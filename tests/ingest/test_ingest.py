@@ -197,6 +197,20 @@ def test_what_was_composed_from_a_compact_save_is_noted(store: Store, tmp_path: 
     assert not any("composed" in note for note in store.ingest(exact, run="again").notes)
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_what_was_composed_from_several_saves_is_noted(store: Store, tmp_path: Path, is_mean: bool) -> None:
+    """As another run it looks like any save from then on."""
+    for step in (2, 4):
+        store.ingest(checkpoint(tmp_path / "a", step=step, seed=step))
+    mixed = store.average("last:2") if is_mean else store.compose("sft", policy="parity")
+    out = mixed.write(tmp_path / "out").out
+
+    notes = store.ingest(out, run="other").notes
+
+    assert "it was composed from several saves (sft@4 and others): log shows them as one" in notes
+
+
 @pytest.mark.parametrize(("saved", "other"), [(2, 3), (3, 2)])
 def test_another_model_at_a_saved_step_is_refused(store: Store, tmp_path: Path, saved: int, other: int) -> None:
     """With more layers or with fewer; whoever means it may replace the commit."""

@@ -166,7 +166,7 @@ def test_a_flipped_bit_in_a_chunk_is_found(pushed: Store, url: str, bucket: Buck
         bucket.write(name, lambda: [bytes(data)])
         with pytest.raises(IntegrityError, match=f"is damaged between {start} and") as caught:
             filled(remote, 0)
-        assert "layerstore repair --remote" in (caught.value.hint or "")
+        assert "repair --read-data --remote" in (caught.value.hint or "")
 
 
 def test_what_is_evicted_before_it_is_opened_comes_again(
