@@ -11,6 +11,7 @@ from layerstore.cli.progress import shown_steps
 from layerstore.cli.render import Column, print_facts, print_json, print_line, print_paragraph, print_rows
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_value
+from layerstore.layers import typed
 from layerstore.units import size
 
 ABOUT = About("Before you start", store=None, answers=True)
@@ -44,6 +45,7 @@ def demo(*, folder: DemoFolder = Path("layerstore-demo"), as_json: AsJson = Fals
     if not as_json:
         steps = f"after step {facts['resumed_from']}, and all layers at step {facts['losses'][-1]['step']}"
         print_paragraph(f"All losses {steps}, are identical, bit for bit, to those of the uninterrupted run.")
+        print_line(f"next: layerstore --store {typed(str(folder / 'store'))} log")
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

@@ -31,7 +31,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, as 
 StorePath = Annotated[
     str | None,
     typer.Option(
-        "--store", metavar="STORE", help="A folder or URL. [default: LAYERSTORE_STORE, else .layerstore here or above]"
+        "--store",
+        metavar="STORE",
+        help="A folder or URL. [default: LAYERSTORE_STORE, else .layerstore here or above]",
+        show_default=False,
     ),
 ]
 ReferenceArgument = Annotated[

@@ -35,7 +35,8 @@ class Composed:
             if self.summary["step"] != step:
                 return
             layers, base = len(self.summary["layers"]), f"{self.summary['run']}@{step}"
-            if self.is_mixture:
+            # Counts of updates, not ages: a frozen layer is as old as its first save.
+            if "mean" in self.summary or len(self.summary["staleness"]["optimizer_steps"]) > 1:
                 yield f"it was composed from several saves ({base} and others): log shows them as one"
             if count := len(self.summary["compact"]):
                 yield (

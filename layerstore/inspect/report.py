@@ -110,9 +110,10 @@ def make_report(
                 write_file(repo, target, page)
             return facts, page
         if all(len(run_facts["saves"]["step"]) < 2 for run_facts in runs):
+            about = "layerstore report --run RUN makes one about a single run; " if run is None else ""
             raise Unsupported(
-                f"a page about the whole store has more than {PAGE_BYTES_MAX:,} bytes",
-                hint="layerstore report --run RUN makes one about a single run; --json has no bound",
+                f"a page about {run or 'the whole store'} has more than {PAGE_BYTES_MAX:,} bytes",
+                hint=f"{about}--json has no bound",
             )
         # The bytes of a save are only estimated, so shrink until the page fits.
         facts_bytes = min(facts_bytes, len(page)) // 2

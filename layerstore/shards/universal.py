@@ -46,6 +46,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
 
     Raises:
         LayoutMismatch: The layers do not fit together, or the optimizer is not one that DeepSpeed's loader knows.
+        Unsupported: FSDP2 saved the base, or a parameter's name cannot be a folder's.
     """
     started = time.monotonic()
     base = composition.base

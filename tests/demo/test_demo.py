@@ -223,6 +223,7 @@ def test_any_difference_fails_the_demo(
     assert "2.5" in printed.out
     assert (f"the demo found a difference: {problem}" in printed.err) is bool(problem)
     assert ("bit for bit" in printed.out) is not bool(problem)
+    assert (f"next: layerstore --store {tmp_path}/store log" in printed.out) is not bool(problem)
     assert (tmp_path / "work").exists() is bool(problem)
 
 

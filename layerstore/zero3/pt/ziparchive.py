@@ -149,7 +149,7 @@ def _read_directory(source: OpenedSource) -> tuple[int, bytes, int]:
     if (disk, start_disk) != (0, 0) or count_here != count:
         raise untrusted(source.path, "the archive claims to span several disks")
     if count > ZIP_ENTRIES_MAX or size_bytes > ZIP_DIRECTORY_BYTES_MAX:
-        raise untrusted(source.path, f"{count} entries are more than the {ZIP_ENTRIES_MAX} that are ever needed")
+        raise untrusted(source.path, f"{count} entries in {size_bytes} bytes are more than are ever needed")
     if offset_bytes + size_bytes != end_offset:
         raise untrusted(source.path, "the zip directory does not lie right before the archive's end")
     return offset_bytes, source.read_at(offset_bytes, size_bytes), count
