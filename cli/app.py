@@ -70,11 +70,11 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: "Context", cmd_name: str) -> "AnyCommand | None":
-        """Return the command *cmd_name*; None if there is none."""
+        """Return the command *cmd_name*; None if it does not exist."""
         return self.load(cmd_name) if cmd_name in COMMANDS else None
 
     def load(self, name: str) -> "AnyCommand":
-        """Import the command *name*; ``--quiet`` may also follow it."""
+        """Import the command *name*, and let ``--quiet`` follow the name, too."""
         if name not in self.commands:
             single = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
             single.command(name, cls=Command)(function_of(name))
@@ -99,13 +99,13 @@ class Commands(TyperGroup):
         return [*items(names), *super(TyperGroup, self).shell_complete(ctx, incomplete)]
 
 
-# Without rich's markup, help and usage errors are plain text, which avoids rich and takes a third of the time.
+# Without rich's markup, help and usage errors are plain text; not importing rich takes a third of the time.
 app = typer.Typer(
     name="layerstore",
     cls=Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,  # it would guess the shell, and offer to write into its settings
+    add_completion=False,  # typer's would guess the shell, and offer to edit its settings
     suggest_commands=False,  # the hint does that
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -133,7 +133,7 @@ _OUT_OF_MEMORY = Failure(
 )
 
 
-# A reserve of address space for printing that: an exhausted process may lack room for even a few lines.
+# Address space reserved for printing that message: a process out of memory may lack room for even a few lines.
 _room = [bytearray(4 * MIB)]
 
 
@@ -183,7 +183,7 @@ def layerstore_(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """
-    Keep checkpoints of DeepSpeed ZeRO and FSDP2 as versions of layers; compose checkpoints from them.
+    Keep DeepSpeed ZeRO and FSDP2 checkpoints as versions of layers; compose checkpoints from them.
 
     \b
     Examples:
@@ -210,7 +210,7 @@ def layerstore_(
         mark_as_answer()
     if cache is not None:
         size_in_bytes(cache)  # raises if it is not a size
-        os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # it is only read from there
+        os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # the cache reads its size only from there
     shared = {"store": store, "as_json": as_json}
     # So that --store and --json may come before the command as well as after it.
     context.default_map = {context.invoked_subcommand: shared}
@@ -253,7 +253,7 @@ def _main(words: list[str]) -> int:
             failure = Failure(kind=how[0], code=how[1], message=f"{how[0]}; nothing half-done is left behind")
     if failure is None:
         return 0
-    with contextlib.suppress(OSError):  # nobody is left to see it
+    with contextlib.suppress(OSError):  # nobody can see the error
         if failure.message and not is_follower():
             if failure is _OUT_OF_MEMORY:
                 _room.clear()
@@ -292,7 +292,7 @@ def _run(words: list[str]) -> Failure | None:
 
 
 def _unexpected(exc: Exception) -> Failure:
-    if _is_out_of_memory(exc):  # checked first: it can also be an OSError, when an import reads a folder
+    if _is_out_of_memory(exc):  # checked first: this can also be an OSError, when an import reads a folder
         _show_traceback()
         return _OUT_OF_MEMORY
     if isinstance(exc, OSError):
@@ -337,7 +337,7 @@ def _options(words: list[str]) -> list[str]:
 
 
 def store_in(words: list[str]) -> str | None:
-    """Return the store that *words* name, the last one if there are two; None if they name none."""
+    """Return the last store given in *words*; None if no store is given."""
     options = _options(words)
     named = [following for word, following in itertools.pairwise(options) if word == "--store"]
     named += [word.removeprefix("--store=") for word in options if word.startswith("--store=")]
@@ -364,13 +364,13 @@ def _occupy_standard_descriptors() -> None:
 def _tolerate_any_text() -> None:
     """Escape invalid Unicode and whatever the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # closed, or replaced by something simpler
+        with contextlib.suppress(AttributeError):  # the stream is closed, or was replaced by a simpler object
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # other objects are suppressed
 
 
 @contextlib.contextmanager
 def _unwound_by_sigterm() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM; a second one stops hard."""
+    """Raise `Terminated` on SIGTERM; a second SIGTERM kills the process."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -399,7 +399,7 @@ def _discard_output() -> None:
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or there is none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout is closed, or does not exist
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)

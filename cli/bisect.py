@@ -63,7 +63,7 @@ def bisect(
     Find the save that went bad, and the layers that make it bad.
 
     COMMAND judges a folder as compose --format hf writes it: exit 0 for good, 125 for cannot tell, 1 to 124 for bad.
-    It finds the step first, then a minimal set of its layers that makes the last good save bad.
+    bisect finds the step first, then a minimal set of its layers that makes the last good save bad.
     Repeat an interrupted command to continue it; `layerstore bisect log` shows the trials.
 
     \b

@@ -1,7 +1,7 @@
 """
-The commands: each is a function in the file of the same name, which describes it further in ``ABOUT``.
+The commands: each is a function in the file of the same name; ``ABOUT`` in that file describes the command.
 
-A file is imported when its command runs, is suggested or explained: importing all would be too slow for completion.
+A file is imported when its command runs, or is suggested or explained: importing all would be too slow for completion.
 """
 
 from collections.abc import Callable
@@ -23,20 +23,20 @@ COMMANDS = (
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What the file of a command says about it."""
+    """The description of a command, in the command's file."""
 
     section: str
-    """Its heading in ``--help``."""
+    """The heading above the command in ``--help``."""
     store: Literal["anywhere", "on a disk"] | None = "on a disk"
-    """Which stores it works on; hints add ``--store`` to it. None: it takes no store."""
+    """Which stores the command works on; hints add ``--store`` to it. None: the command takes no store."""
     answers: bool = False
-    """Whether its output answers a question, so that ``--quiet`` does not silence it."""
+    """Whether the output answers a question, so that ``--quiet`` does not silence it."""
     elsewhere: tuple[str, ...] = ()
-    """What other tools call it."""
+    """What other tools call the command."""
 
 
 def about(command: str) -> About:
-    """Return what *command* says about itself."""
+    """Return the description of *command*."""
     description: About = _file(command).ABOUT
     return description
 

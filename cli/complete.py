@@ -1,7 +1,7 @@
 """
-Shell completion by typer: of commands, options, and values that are one of a few words.
+Shell completion with typer: for commands, options, and values from a fixed set of words.
 
-On errors nothing is offered; the command itself will report them.
+On an error, nothing is offered; the command will report the error when it runs.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ VARIABLE = "_LAYERSTORE_COMPLETE"
 
 _CHOICES = re.compile(r"[\w-]+(\|[\w-]+)+")
 
-# zsh first calls the file itself as the function, and typer's script would only define another one.
+# zsh's first call runs the file as the function itself; typer's script alone would only define another function.
 _AFTER = {"zsh": '\nif [[ ${funcstack[1]} == _layerstore ]]; then _layerstore_completion "$@"; fi'}
 
 
@@ -40,7 +40,7 @@ def script_for(shell: Shell, command: "Command") -> str:
 
 
 def answer_shell(command: "Command") -> int:
-    """Print completions in the form that typer's script for this shell reads; for a process that does nothing else."""
+    """Print completions as typer's script for this shell reads them; the process must not do anything else."""
     from typer.core import TyperArgument, TyperOption
 
     # Values on the line may stay strings: converting them would import pydantic, which takes longer than all the rest.
@@ -69,7 +69,7 @@ def items(words: Iterable[str]) -> "list[CompletionItem]":
 
 
 def choices(param: "Parameter", context: "Context", incomplete: str) -> "list[CompletionItem]":
-    """Return the words that the metavar of *param* lists, as in ``one|of|these``; none for other values."""
+    """Return the words that the metavar of *param* lists, as in ``one|of|these``; none for any other metavar."""
     metavar = (getattr(param, "metavar", None) or "").rstrip("…")
     words = metavar.split("|") if _CHOICES.fullmatch(metavar) else []
     return items(word for word in words if word.startswith(incomplete))

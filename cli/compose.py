@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 ABOUT = About("Restore", store="anywhere", elsewhere=("export", "extract", "get", "load", "merge", "restore", "resume"))
 
-# The headings of its help.
+# The headings of options in the command's help.
 _SOURCE, _OUTPUT, _SAFETY = "Source", "Output", "Safety"
 
 PolicyName = Annotated[
@@ -74,7 +74,7 @@ MaxStaleness = Annotated[
 PinName = Annotated[
     str | None,
     typer.Option(
-        "--pin", metavar="NAME", help="Keep the composite under this name, written or not.", rich_help_panel=_OUTPUT
+        "--pin", metavar="NAME", help="Keep the composite under this name, even without -o.", rich_help_panel=_OUTPUT
     ),
 ]
 RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead of REF.", rich_help_panel=_SOURCE)]
@@ -85,7 +85,7 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Instead of REF, take the newest save up to it that was kept bit for bit.",
+        help="Instead of REF, take the newest save up to REF that was kept bit for bit.",
         rich_help_panel=_SOURCE,
     ),
 ]
@@ -201,14 +201,14 @@ def compose(
             written = composite.export(out, format=into, verify=not no_verify, force=force_it, progress=progress)
         _print_written(composite, written, adam_step=getattr(into, "adam_step", None), as_json=as_json)
         if pin is not None:
-            composite.pin(pin)  # last, when nothing can be refused any more
+            composite.pin(pin)  # last, so that a refused export leaves no pin
 
 
 def _dcp(composite: "Composite", options: Mapping[str, object]) -> "Format":
     if "world_size" in options:
         raise InvalidInput(
             f"{composite.name} was saved by torch.distributed.checkpoint, which loads it on any number of ranks",
-            hint="leave --world-size out, or say --format shards, for DeepSpeed",
+            hint="leave --world-size out, or use --format shards for DeepSpeed",
         )
     return chosen_format("dcp", options)
 
@@ -261,7 +261,7 @@ class _Request:
         return store.compose(reference, policy=policy, exact=self.exact, without_damaged=self.without_damaged)
 
     def _check_alone(self, what: str, given: Mapping[str, object], hint: str) -> None:
-        """Raise InvalidInput if any of *given*, a policy or its settings was passed: *what* decides these itself."""
+        """Raise InvalidInput if *given* or any option that chooses layers was passed: *what* decides these itself."""
         damaged = self.without_damaged and bool(self.average)
         given = {**given, "--policy": self.policy, "--exact": self.exact or None, "--without-damaged": damaged or None}
         for name, value in {**given, **{f"--{setting}": value for setting, value in self.settings.items()}}.items():
@@ -321,7 +321,7 @@ def _print_plan(
 
 
 def _print_written(composite: "Composite", written: "Exported", *, adam_step: str | None, as_json: bool) -> None:
-    """Say what was written, and how to load it."""
+    """Print what was written, and how to load it."""
     from layerstore.delta import DeltaWritten
     from layerstore.shards import Written
 
@@ -346,7 +346,7 @@ def _print_written(composite: "Composite", written: "Exported", *, adam_step: st
 
 
 def _print_delta(composite: "Composite", written: "DeltaWritten", *, as_json: bool) -> None:
-    """Say what changed, and how to apply it."""
+    """Print what changed, and how to apply the delta."""
     fields = {**json_fields(written), "format": written.format}
     if _print_warnings_and_json(composite, written.notes, fields, as_json=as_json):
         return
@@ -395,7 +395,7 @@ def _age(steps: int | None) -> str:
 
 
 def _print_mixture(composite: "Composite", *, has_optimizer: bool = True, adam_step: str | None = None) -> None:
-    """Say how old the oldest layer is, and anything else about the mixture that a reader should know."""
+    """Print the oldest layer's age, Adam steps that differ, layers due but not saved, and the step to resume at."""
     staleness, due = composite.staleness, composite.older_than_due
     lines = []
     if staleness.is_mixed:

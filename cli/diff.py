@@ -57,9 +57,9 @@ def diff(
     """
     Compare two commits by layer and kind, or one layer by parameter.
 
-    They may belong to different runs. The exit code is 0 whether or not they differ.
+    The commits may belong to different runs. The exit code is 0 whether or not they differ.
     REL L2 is the norm of B - A divided by the norm of A, COSINE the cosine of the angle between A and B.
-    With LAYER, REL L2 is shown for each parameter's masters and optimizer states that differ in any bit.
+    With LAYER, a parameter's masters and optimizer states each show REL L2 if they differ in any bit.
 
     \b
     Examples:
@@ -245,7 +245,7 @@ def _print_layer(difference: "ParametersDiff") -> None:
 
 
 def _name(parameter: "ParameterDiff", layer: str) -> str:
-    """Return the name of *parameter* inside *layer*, and what is special about it."""
+    """Return the name of *parameter* inside *layer*, and whether it is frozen or tied."""
     name = parameter.parameter.removeprefix(f"{layer}.")
     tied = f"tied to {', '.join(parameter.tied)}" if parameter.tied else ""
     about = ", ".join(filter(None, ["frozen" if parameter.frozen else "", tied]))

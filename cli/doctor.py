@@ -27,7 +27,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """
-    Check whether a place can keep the promises of a store.
+    Check whether a folder can keep the promises of a store.
 
     Tests the filesystem, the index, the clock, the space and the versions.
     Trial files are removed again. The report contains no secrets, and is made for pasting.
@@ -50,7 +50,7 @@ def doctor(
             name_store(str(path))
         raise LayerstoreError(
             f"promises cannot be kept at {diagnosis.path}: {checks}",
-            hint=full[0] if full else "docs/internals/durability.md says what is asked of a filesystem",
+            hint=full[0] if full else "docs/internals/durability.md lists what a store requires of a filesystem",
         )
 
 

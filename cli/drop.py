@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ABOUT = About("Maintain", store="anywhere", elsewhere=("delete", "remove", "rm"))
 
-# How many commits are named; the others are only counted.
+# How many commits are listed by name; the others are only counted.
 NAMED_MAX = 20
 
 Refs = Annotated[
@@ -36,7 +36,7 @@ Refs = Annotated[
 ]
 Runs = Annotated[
     list[str] | None,
-    typer.Option("--run", metavar="RUN", help="Every commit of this run, of all its attempts; may be repeated."),
+    typer.Option("--run", metavar="RUN", help="Every commit of this run, in all its attempts; may be repeated."),
 ]
 
 
@@ -55,7 +55,7 @@ def drop(
     Later commits that inherited layers from them keep these layers, and so do pins.
     If one of several is not found, none is dropped.
     A commit whose record cannot be read is given up; until then, it blocks gc.
-    A commit whose record was moved is refused: give the file its name back.
+    A commit whose record file was moved is refused: rename the file back.
 
     \b
     Examples:
@@ -68,7 +68,7 @@ def drop(
     wanted = list(dict.fromkeys(refs or []))
     with opened(store) as opened_store:
         in_bucket = opened_store.repo.remote is not None
-        # A drop must read the record; without it, a commit can only be given up.
+        # Dropping a commit reads its record; a commit whose record cannot be read can only be given up.
         given_up = {ref: lost for ref in wanted if (lost := opened_store.give_up(ref, dry_run=True))}
         sound = [ref for ref in wanted if ref not in given_up]
         dropped = opened_store.drop_commits(sound, runs=run or (), dry_run=dry_run)
@@ -95,12 +95,12 @@ def check_named(command: str, refs: Sequence[str] | None, runs: Sequence[str] | 
 
 
 def is_one_ref(refs: Sequence[str] | None, runs: Sequence[str] | None) -> bool:
-    """Whether a single REF was given: then ``--json`` has no list."""
+    """Whether exactly one REF was given, so that ``--json`` prints one commit instead of a list."""
     return len(refs or []) == 1 and not runs
 
 
 def _fields(dropped: "Sequence[Dropped]", given_up: dict[str, tuple[str, ...]], *, is_one: bool) -> dict[str, object]:
-    """Return the fields of the commits *dropped* and *given_up*; *is_one* says whether a single REF was named."""
+    """Return the fields of the commits *dropped* and *given_up*; *is_one* if exactly one REF was given."""
     lost = list(dict.fromkeys(commit for commits in given_up.values() for commit in commits))
     if is_one:
         return json_fields(dropped[0]) if dropped else {"given_up": lost}
@@ -112,7 +112,7 @@ def _fields(dropped: "Sequence[Dropped]", given_up: dict[str, tuple[str, ...]], 
 
 
 def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: bool, whole_runs: Sequence[str]) -> None:
-    """Print once for all what was dropped, or would be, and the effects; *whole_runs* if only runs were named."""
+    """Print what was dropped, or would be, and the effects; *whole_runs* are the runs if only ``--run`` was given."""
     is_one = len(dropped) == 1
     references = [shown(commit.reference) for commit in dropped]
     name = (
@@ -144,7 +144,7 @@ def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: boo
 
 
 def _print_tip(dropped: "Sequence[Dropped]") -> None:
-    """Print which commit the run of *dropped* means without them."""
+    """Print which commit the run of *dropped* refers to without the dropped ones."""
     run, tip = shown(dropped[0].run), dropped[0].tip
     if tip is None:
         print_line(f"{run} has no other commit")

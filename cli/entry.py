@@ -1,7 +1,7 @@
 """
-The first lines that run: from here on, Ctrl-C is quiet, even while the command line is being imported.
+The first code that runs: Ctrl-C prints no traceback, even while the command line is being imported.
 
-Nothing has begun by then, so the process just ends with the exit code of an interruption.
+During this import, no work has begun, so the process just ends with the exit code of an interruption.
 """
 
 import os
@@ -33,7 +33,7 @@ def main() -> int:
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run()
-    except KeyboardInterrupt:  # a second one, while the first was handled
+    except KeyboardInterrupt:  # a second Ctrl-C, while the first was handled
         return EXIT_INTERRUPTED
     finally:
         if is_heard:

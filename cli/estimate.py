@@ -58,10 +58,10 @@ _DAY = 86400.0
 _TIMES = ((365.25 * _DAY, "years"), (_DAY, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
 _NUMBERS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 
-# A size without a unit is in bytes; below this, somebody forgot the unit.
+# A size without a unit is in bytes; if it is below this, the unit was probably forgotten.
 _BARE_BYTES_MIN = 10**6
 
-# Those that apply are listed as assumptions.
+# The defaults that are used are listed as assumptions.
 _DEFAULTS: dict[str, Any] = {
     "--world-size": 8,
     "--steps": 10_000,
@@ -74,7 +74,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _option(name: str, metavar: str, text: str, **more: Any) -> Any:
-    """Return the option *name*, whose help ends with the value assumed without it."""
+    """Return the option *name*, whose help ends with its default."""
     if name in _DEFAULTS:
         default = _DEFAULTS[name]
         text += f". [default: {default if isinstance(default, str) else format(default, ',g')}]"
@@ -109,7 +109,7 @@ _COSTS: OptionTable = {
         "Show costs, too, at these prices in dollars: 0.023,2.50.",
     ),
 }
-"""The options for what is kept of a run, and for what it costs."""
+"""The options for what to keep of a run, and for its costs."""
 
 TrainedType = Annotated[DTypeName | None, _option("--dtype", one_of(DTypeName), "The training dtype. [default: bf16]")]
 
@@ -141,7 +141,7 @@ def estimate(
     """
     Estimate what saving a model takes under each policy.
 
-    The table compares it with full checkpoints. Nothing is trained, downloaded or stored.
+    The table compares the policies with full checkpoints. Nothing is trained, downloaded or stored.
     With --price, a second table shows what the run costs: storage, and idle GPU hours.
     Assumptions are listed below the table.
     For a checkpoint or a commit, only headers are read. A config.json needs Transformers and PyTorch installed.
@@ -290,15 +290,15 @@ def _print_result(estimated: Mapping[str, Any]) -> None:
     columns = [Column("SAVED BY", folds=True)]
     columns += [Column("A SAVE", "right"), Column("LARGEST", "right", drops=3), Column("OF FULL", "right")]
     columns += [Column("THE RUN", "right", drops=1), Column("TAKES", "right"), Column("HISTORY", "right", drops=2)]
-    # The table of costs shows it as STORAGE.
+    # With prices, the table of costs shows what is kept, as STORAGE.
     kept = "" if estimated["prices"] else _kept(estimated)
     columns += [Column("KEPT", "right")] if kept else []
     full_bytes = labelled["DeepSpeed"]["first_bytes"]
     print_table(columns, (_row(label, line, full_bytes)[: len(columns)] for label, line in labelled.items()))
     print_line()
     print_paragraph(
-        "A SAVE: average size after the first save, which is full. LARGEST: the largest of these. TAKES: the time to "
-        f"write an average one. OF FULL: share of a checkpoint by DeepSpeed. HISTORY: how long until "
+        "A SAVE: average size of all saves but the first, which is full. LARGEST: the largest of them. TAKES: the time "
+        f"to write an average save. OF FULL: share of a DeepSpeed checkpoint. HISTORY: how long until "
         f"{size(estimated['disk_bytes'])} are full."
         + (f" KEPT: what is stored at the end if gc keeps {kept}, and what the last save replaced." if kept else "")
     )
@@ -366,7 +366,7 @@ def _row(label: str, line: Mapping[str, Any], full_bytes: int) -> list[str]:
 
 
 def _assumed_figures(estimated: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the figures that were not given, with their options."""
+    """Yield the assumed figures, each with the option that sets it."""
     texts = {
         "--world-size": counted(estimated["world_size"], "rank"),
         "--steps": counted(estimated["steps"], "step"),

@@ -1,7 +1,7 @@
 """
-The layout of ``--help``: options in groups under headings, defaults at the end, and commands by what they are for.
+The layout of ``--help``: options in groups under headings, their defaults last, and commands grouped by purpose.
 
-Plain text, as typer writes it without rich, which would take three times as long to import.
+Plain text, as typer writes it without rich; importing rich would take three times as long.
 """
 
 import re
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # typer's way to write the bounds of a number.
 _AT_LEAST, _BETWEEN = re.compile(r"x>=(\d+)(?=[;\]])"), re.compile(r"(\d+)<=x<=(\d+)(?=[;\]])")
 
-# Options without a heading come last, followed only by the settings of policies, which few need.
+# Options without a heading come last, followed only by the settings of policies, which few users need.
 OTHERS = "Options"
 POLICY_SETTINGS = "Policy settings, also written as --policy filter:every=10,aux=always"
 

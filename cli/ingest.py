@@ -2,7 +2,7 @@
 ``layerstore ingest``: turn checkpoints on disk into commits.
 
 Checkpoints come one by one from a source (the command line, a scan of some folders, or a watch on them), and each goes
-to `Store.ingest`. A broken checkpoint stops the command if it was named; --all and --watch warn and continue.
+to `Store.ingest`. A broken checkpoint given by name stops the command; --all and --watch warn and continue.
 """
 
 import os
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from layerstore.zero3 import FoundTag
 
     Checkpoint = tuple[Path, str | None]
-    """A folder, and the tag in it; without a tag, `latest` says which."""
+    """A folder, and a tag in it; without a tag, the folder's file `latest` contains it."""
 
 ABOUT = About("Save", store="anywhere", elsewhere=("add", "commit", "import", "save"))
 
@@ -98,10 +98,10 @@ def ingest(
     """
     Save folders of checkpoints in the store.
 
-    Takes ZeRO checkpoints by DeepSpeed, the HF Trainer, Accelerate or Lightning, and torch.distributed.checkpoint
-    folders as FSDP2 and torchtitan save them; several are saved in the order of their numbers.
+    Takes ZeRO checkpoints saved by DeepSpeed, the HF Trainer, Accelerate or Lightning, and folders that FSDP2 or
+    torchtitan saved with torch.distributed.checkpoint; several are ingested in the order of their numbers.
     Ingesting the same checkpoint again writes only what is missing or damaged in the store.
-    Without --run, the run is named after the training's folder: sft for sft/checkpoint-200,
+    Without --run, the run is named after training's output folder: sft for sft/checkpoint-200,
     and for Accelerate's sft/step_200, sft/epoch_2 and sft/checkpoints/checkpoint_2.
 
     \b
@@ -163,7 +163,7 @@ def _check_number(options: IngestOptions, *, several: bool, is_open: bool) -> No
             f"--step {options.step} is for one checkpoint: each of several has its own", hint="name one folder alone"
         )
     if options.pin is not None and several:
-        raise InvalidInput(f"--pin {options.pin} was given with several checkpoints: a pin means one commit")
+        raise InvalidInput(f"--pin {options.pin} was given with several checkpoints: a pin refers to one commit")
     if options.opens_attempt and several:
         raise InvalidInput(
             "--rollback and --resumed-from are for one checkpoint: the first that was saved after going back",
@@ -181,18 +181,18 @@ def _take(
     pin: str | None,
     as_json: bool,
 ) -> None:
-    """Ingest one checkpoint; with *problems*, add its error to them, and raise only errors that concern them all."""
+    """Ingest one checkpoint; if there is a list *problems*, append an error to it unless it affects all checkpoints."""
     path = folder if tag is None else folder / tag
     was_there = path.exists()
     try:
         with shown_progress(as_json=as_json) as progress:
             try:
                 ingested = save(folder, tag=tag, progress=progress)
-            except Overtaken:  # by a collection: rewrite what it has removed
+            except Overtaken:  # a collection removed what this save reuses: write that again
                 ingested = save(folder, tag=tag, progress=progress)
     except LayerstoreError as exc:
         problem = exc
-        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # removal explains any first error
+        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # explains any other error
             problem = SourceCheckpoint(
                 f"{path} was removed while it was read; nothing of it was saved",
                 hint="if the job's own rotation did it, ingest sooner, or let the job keep more",
@@ -207,7 +207,7 @@ def _take(
 
 
 def _first(problems: list[tuple[Path, LayerstoreError]], *, tried: int) -> LayerstoreError:
-    """Return the first problem, whose exit code becomes the command's, with the number of problems."""
+    """Return the first problem, with the number of problems in its message; its exit code is the command's."""
     _, first = problems[0]
     first.message = f"{len(problems)} of {counted(tried, 'checkpoint')} not saved: {first.message}"
     return first
@@ -224,7 +224,7 @@ def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
 
 
 def _named(checkpoints: list[Path], *, tag: str | None, follow: bool, is_dcp: bool) -> "Iterator[Checkpoint]":
-    """Yield *checkpoints* in step order; if there are several and not *is_dcp*, only once all have been found."""
+    """Yield *checkpoints* in step order; if there are several, first check that all can be found, unless *is_dcp*."""
     from layerstore.distcp import open_folder
     from layerstore.source import real_path
     from layerstore.zero3 import discover, distributed_at
@@ -275,14 +275,14 @@ def _arriving_checkpoints(folders: list[Path], as_json: bool) -> "Iterator[Check
 
 
 def _newest_change(checkpoint: "FoundTag") -> int | None:
-    """Return when a file of *checkpoint* was last changed, None if it is gone."""
+    """Return when a file of *checkpoint* was last changed; None if the checkpoint is gone."""
     newest = 0
     try:
         for folder in (checkpoint.folder, checkpoint.path):
             with os.scandir(folder) as entries:
                 newest = max([newest, *(entry.stat().st_mtime_ns for entry in entries)])
     except OSError:
-        return None  # removed by the trainer, or not readable now: look again later
+        return None  # the trainer removed it, or it is not readable now: look again later
     return newest
 
 
@@ -335,7 +335,7 @@ def _written_again(ingested: "Ingested") -> Iterator[str]:
 
 
 def _fields(saved: "list[Ingested]", problems: list[tuple[Path, LayerstoreError]] | None) -> dict[str, object]:
-    """Return the fields of several checkpoints, and those of their *problems*."""
+    """Return the JSON fields of several checkpoints and of their *problems*."""
     fields: dict[str, object] = {"commits": [json_fields(ingested) for ingested in saved]}
     if problems is not None:
         fields["problems"] = [

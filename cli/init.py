@@ -32,7 +32,7 @@ def init(
     """
     named = named_store()
     if path is not None and named is not None and Path(named).absolute() != Path(path).absolute():
-        raise InvalidInput(f"two places were given: {path} and --store {named}", hint="leave one of them out")
+        raise InvalidInput(f"two stores were given: {path} and --store {named}", hint="leave one of them out")
     with layerstore.init(path or store or DEFAULT_STORE) as made:
         if as_json:
             print_json({"path": made.repo.name, "id": made.id})

@@ -47,7 +47,7 @@ def log(
     ] = _LIMIT,
     before: Annotated[
         str | None,
-        typer.Option("--before", metavar="COMMIT", help="Start after this commit, in its run."),
+        typer.Option("--before", metavar="COMMIT", help="Continue the list of its run after this commit."),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Draw attempts and where they forked.")] = False,
     timing: Annotated[
@@ -64,8 +64,8 @@ def log(
     """
     List commits by run, newest step first.
 
-    Where gc has dropped a commit's moments, LACKS says so. PRECISION, shown if some commit is not exact,
-    is exact if all layers are kept bit for bit. PUSHED names remotes as of the last push or pull.
+    LACKS marks commits whose moments gc has removed. PRECISION, shown if some commit is not exact,
+    is exact if all layers are kept bit for bit. PUSHED lists remotes as of the last push or pull.
     Metrics come from trainer_state.json, client_state and save(metrics=…).
 
     \b
@@ -85,7 +85,7 @@ def log(
         )
         is_pushed = any(entry.pushed for entry in page.entries)
         remotes = remote_names(opened_store) if is_pushed else {}
-        # Asked while the store is open, and printed last.
+        # Determined while the store is open, but printed last.
         if not page.entries and before is None:
             none = _said_of_none(opened_store)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
@@ -111,7 +111,7 @@ def log(
 
 
 def _lacking(wanted: Collection[str], page: "LogPage") -> list[str]:
-    """Return which metrics no commit of the page has; raise NotFound if no other page can have them."""
+    """Return the *wanted* metrics that no commit of the page has; raise NotFound if no other page can have them."""
     from layerstore.nearest import unknown
 
     entries = [entry for entry in page.entries if entry.damage is None]
@@ -133,7 +133,7 @@ def _said_of_none(store: "Store") -> str:
         return f"all commits were dropped: {with_store('layerstore log --dropped')} lists them"
     if store.repo.remote is not None:
         return "no commits yet; next: save or ingest into it, or push to it from another store: layerstore push URL"
-    # A store that has a remote and no commits is a clone that was cut off.
+    # A store with a remote but without commits is an interrupted clone.
     command = "layerstore pull" if store.remotes.urls() else "layerstore ingest CHECKPOINT"
     return f"no commits yet; next: {with_store(command)}"
 
@@ -195,7 +195,7 @@ def _print_lines(
     of_entry[Column("COMMIT", drops=1)] = lambda entry: short_id(entry.commit)
     of_entry[Column("SAVED", drops=2)] = lambda entry: age(entry.time_ns)
     of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
-    # Metrics keep their case: in capitals, two could be equal. A space tells those in capitals from other columns.
+    # In capitals, two metrics could be equal. A space keeps an all-capitals one distinct from other columns.
     of_entry |= {Column(f"{name} " if name.isupper() else name, "right"): partial(_metric, name) for name in metrics}
 
     def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":

@@ -1,7 +1,7 @@
 """
 Options that many commands share, and how a command opens its store.
 
-A ``--store`` or ``--json`` before the command is the default for the one after it.
+A ``--store`` or ``--json`` before the command is the default for the same option after the command.
 """
 
 import contextlib
@@ -48,15 +48,15 @@ ReferenceArgument = Annotated[
 
 def nearest_store() -> Path:
     """
-    Return ``.layerstore`` in this folder, else in the nearest folder above that has one, up to the home folder.
+    Return the nearest ``.layerstore``: in this folder, otherwise in a folder above, up to the home folder.
 
-    Above this folder, only a store that this user owns counts: anybody may leave one in a folder like /tmp. If there is
-    none, return the path in this folder.
+    Above this folder, only a store that this user owns counts: anybody may make one in a folder like /tmp. If no store
+    is found, return the path in this folder.
     """
     here = Path.cwd()
-    home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111  # Path.home raises for a user without one
+    home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111  # Path.home raises for a user without a home
     for folder in (here, *here.parents):
-        if os.path.exists(folder / DEFAULT_STORE):  # noqa: PTH110  # False, too, without permission to look
+        if os.path.exists(folder / DEFAULT_STORE):  # noqa: PTH110  # also False without permission to look
             if folder == here:
                 return DEFAULT_STORE
             if (folder / DEFAULT_STORE).stat().st_uid == os.getuid():
@@ -67,7 +67,7 @@ def nearest_store() -> Path:
 
 
 def store_or_nearest(path: str | None) -> str | Path:
-    """Return *path* or, without one, the nearest store; print which one if it is not this folder's."""
+    """Return *path*; if it is None, the nearest store, and print its path if it is not in this folder."""
     if path is not None:
         return path
     nearest = nearest_store()
@@ -99,20 +99,20 @@ def table_of(options: object) -> OptionTable:
 
 
 def read_settings(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of *given*, texts for settings of the class *options*; raise InvalidInput if one is invalid."""
+    """Parse the texts in *given* as settings of the class *options*; raise InvalidInput if a text is invalid."""
     settings = settings_of(options)
     return {name: settings[name].value(value) for name, value in given.items()}
 
 
 def option_row(setting: Setting, text: str) -> tuple[Any, str, str]:
-    """Return the row of *setting*, whose help is the sentence *text*; an empty default is not mentioned."""
+    """Return the row of *setting*, with *text* as its help; a default of None or False is not mentioned."""
     default = "" if setting.default in {"None", "False"} else f" [default: {setting.default}]"
     return setting.kind, setting.metavar, f"{text}.{default}"
 
 
 def with_options(place: str, table: OptionTable, *, panel: str) -> Callable[[CommandFunction], CommandFunction]:
     """
-    Replace a command's parameter *place* by the options of *table*, which ``--help`` lists under *panel*.
+    Replace a command's parameter *place* with the options of *table*, which ``--help`` lists under *panel*.
 
     The command receives only the options that were given.
     """
@@ -146,12 +146,12 @@ def with_options(place: str, table: OptionTable, *, panel: str) -> Callable[[Com
 
 @contextlib.contextmanager
 def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
-    """Yield the store at *path*, or the nearest one, or a *remote* of it; show its warnings."""
+    """Yield the store at *path*, or the nearest store, or a *remote* of that store; show all warnings."""
     from layerstore.disk import WeakDurability
     from layerstore.remote import RemoteNotice
     from layerstore.storage import IndexNotice
 
-    # By default, Python shows a warning with the same text from the same place only once.
+    # By default, Python shows a warning with the same text from the same line of code only once.
     warnings.simplefilter("always", IndexNotice)
     warnings.simplefilter("once", WeakDurability)
     warnings.simplefilter("always", RemoteNotice)

@@ -48,7 +48,7 @@ def pin(
     Give a commit a name of its own; without arguments, list all pins.
 
     A pin stays readable whatever happens to the commit that it was made from.
-    The times in the list are those of the commits.
+    SAVED is the time of the commit, not of the pin.
     For a pinned composite, MEANS is its base, and MIXED BY is the policy that chose its layers.
 
     \b
@@ -63,10 +63,10 @@ def pin(
     if name is not None and ref is None and not list_ and delete is None:
         if not is_name(name):
             raise InvalidInput(
-                f"pin takes NAME and REF: which name shall {name!r} have?", hint=f"layerstore pin NAME {typed(name)}"
+                f"pin takes NAME and REF: the NAME for {name!r} is missing", hint=f"layerstore pin NAME {typed(name)}"
             )
         raise InvalidInput(
-            f"pin takes NAME and REF: which commit shall {name!r} name?",
+            f"pin takes NAME and REF: the REF for {name!r} is missing",
             hint=f"layerstore pin {typed(name)} RUN@STEP; layerstore show {typed(name)} shows an existing pin",
         )
     chosen = [name is not None, list_, delete is not None]
@@ -100,7 +100,7 @@ def _print_deleted(name: str, shows: bool | None, *, mixed_by: str, as_json: boo
 
 
 def _check_order(store: "Store", name: str, ref: str) -> None:
-    """Raise InvalidInput if *name* and *ref* are swapped: *name* is a commit's, and *ref* would be a new pin."""
+    """Raise InvalidInput if *name* and *ref* look swapped: *name* is a commit's, *ref* could be that of a new pin."""
     from layerstore.history import begins_id
 
     known = {*store.runs(), *(pin.name for pin in store.pins())}
@@ -153,7 +153,7 @@ def _print_pins(store: "Store", *, as_json: bool) -> None:
 
 
 def _mixed_by(pin: "Pin") -> str:
-    """Return the policy that mixed the composite of *pin*; empty if it pins a commit."""
+    """Return the policy that mixed the composite of *pin*; empty if the pin is of a commit."""
     from layerstore.history import Resolved
 
     policy = pin.record.policy

@@ -1,7 +1,7 @@
 """
 The options for policies and for retention, the same in every command that has them.
 
-The options of policies are the fields of their classes. Those that are not given are not passed on.
+A policy's options are the fields of its class. Options that are not given are not passed on.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ _RULES: OptionTable = {
 """The retention rules of gc."""
 
 with_rules = with_options("rules", _RULES, panel="What to keep")
-"""Replaces a command's parameter *rules* by the retention rules."""
+"""Replaces a command's parameter *rules* with the options for the retention rules."""
 
 
 def with_settings(command: CommandFunction) -> CommandFunction:
-    """Replace a command's parameter *settings* by those of policies."""
+    """Replace a command's parameter *settings* with options for the settings of all policies."""
     from layerstore.policy import OURS
     from layerstore.setting import settings_of
 

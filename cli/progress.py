@@ -1,5 +1,5 @@
 """
-Progress on stderr: a line with a bar that is redrawn on a terminal, or one line every half minute in a log.
+Progress on stderr: on a terminal, a line with a bar, redrawn in place; in a log, a new line every half minute.
 
 A separate thread writes the lines, so a hanging disk shows in a log as 0 B/s.
 """
@@ -37,7 +37,7 @@ class Phase:
     total: int
     done: int
     seconds: float
-    """The time since it began."""
+    """The time since the phase began."""
 
 
 class Lines:
@@ -46,7 +46,7 @@ class Lines:
     def __init__(self, *, is_live: bool) -> None:
         self._is_live = is_live
         self._guard = threading.Lock()
-        self._what = ""  # until the first phase
+        self._what = ""  # empty until the first phase
         self._total = self._done = 0
         self._began = 0.0
 
@@ -71,7 +71,7 @@ class Lines:
     def _show(self, before: Phase | None) -> Phase:
         with self._guard:
             phase = Phase(self._what, self._total, self._done, time.monotonic() - self._began)
-        with contextlib.suppress(OSError):  # nobody reads it any more, but the work continues
+        with contextlib.suppress(OSError):  # nobody reads stderr now, but the work continues
             if phase.what:
                 if self._is_live:
                     draw(bar_line(phase, width=shutil.get_terminal_size().columns))
@@ -82,7 +82,7 @@ class Lines:
 
 def progress_line(phase: Phase, before: Phase | None) -> str:
     """
-    Return a line of a log: share, amount, rate since the state *before*, and time left.
+    Return a line of a log: share, amount, rate since the earlier state *before*, and time left.
 
     >>> progress_line(Phase("ingest", 10**9, 25 * 10**7, 60), Phase("ingest", 10**9, 10**8, 30))
     'ingest: 25%, 250.0 MB of 1.0 GB, 5.0 MB/s, 3 min left'
@@ -91,7 +91,7 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
     >>> progress_line(Phase("verify", 10**9, 10**8, 60), Phase("verify", 10**9, 10**8, 30))
     'verify: 10%, 100.0 MB of 1.0 GB, 0 B/s'
     """
-    # A phase that started since then has its own rate.
+    # The rate of a phase that started after *before* counts from the start of that phase.
     is_same = before is not None and before.what == phase.what and before.seconds < phase.seconds
     done, seconds = (before.done, before.seconds) if before is not None and is_same else (0, 0.0)
     rate = (phase.done - done) / max(phase.seconds - seconds, 1e-3)
@@ -107,7 +107,7 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
 
 def bar_line(phase: Phase, *, width: int) -> str:
     """
-    Return a line for a terminal of *width* columns: the phase, a bar if there is room, and what a log would say.
+    Return a line for a terminal of *width* columns: the phase, a bar if there is room, and the content of a log's line.
 
     >>> bar_line(Phase("ingest", 10**9, 25 * 10**7, 60), width=80)
     'ingest [#####---------------] 25%, 250.0 MB of 1.0 GB, 4.2 MB/s, 3 min left'
@@ -125,7 +125,7 @@ def bar_line(phase: Phase, *, width: int) -> str:
 
 def _duration(seconds: float) -> str:
     """
-    Return *seconds* in the largest unit with at least two of it, rounded up.
+    Return *seconds*, rounded up, in the largest unit that gives at least 2.
 
     >>> _duration(0.2), _duration(90), _duration(150), _duration(9000)
     ('1 s', '90 s', '3 min', '3 h')
@@ -146,7 +146,7 @@ def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Ite
     lines, stop = Lines(is_live=is_live), threading.Event()
     pause = _DRAW_SECONDS if is_live else every_seconds
     speaker = threading.Thread(target=lines.speak, args=(stop, pause), daemon=True)
-    with contextlib.suppress(RuntimeError, MemoryError):  # no room for a thread: work without lines
+    with contextlib.suppress(RuntimeError, MemoryError):  # no memory for a thread: work without progress lines
         start(speaker)
     try:
         yield lines
@@ -154,16 +154,16 @@ def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Ite
         stop.set()
         if speaker.ident is not None:
             speaker.join()
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # nobody reads stderr now
             draw("")
 
 
 @contextlib.contextmanager
 def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator[Callable[[str], None]]:
     """
-    Yield a function that prints a line for each step that begins, for work of unknown length.
+    Yield a function that prints a line when a step begins, for work of unknown length.
 
-    Until the next line, it shows the elapsed seconds: in place on a terminal, in a log by a line now and then.
+    Until the next step, the elapsed seconds are shown: in place on a terminal, in a log by a line now and then.
     """
     if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         yield lambda _: None
@@ -184,7 +184,7 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
                     (draw if is_live else print_progress)(f"  … {seconds:.0f} s")
 
     counting = threading.Thread(target=count, daemon=True)
-    with contextlib.suppress(RuntimeError, MemoryError):  # no room for a thread: work without a clock
+    with contextlib.suppress(RuntimeError, MemoryError):  # no memory for a thread: work without a clock
         start(counting)
     try:
         yield print_step
@@ -192,5 +192,5 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
         stop.set()
         if counting.ident is not None:
             counting.join()
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # nobody reads stderr now
             draw("")

@@ -14,9 +14,9 @@ def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = Fals
     """
     Fetch commits and pins that a remote has.
 
-    Fetches all that this store lacks, or only those that are named.
+    Fetches all that this store lacks, or only the references that are given.
     All bytes are checked against their names before a commit becomes visible.
-    A commit in the local trash is fetched only by name.
+    A commit in this store's trash is fetched only if its reference is given.
 
     \b
     Examples:

@@ -29,7 +29,7 @@ def remote(
     action: Annotated[Literal["add", "list", "remove"], typer.Argument(metavar="add|list|remove")] = "list",
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="The remote; remove also takes the URL of an unnamed one."),
+        typer.Argument(metavar="NAME", help="The remote's name; remove also takes the URL of an unnamed remote."),
     ] = None,
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX, gs://…, az://… or file:///FOLDER.")
@@ -71,7 +71,7 @@ def remote(
 
 
 def remote_names(store: "Store") -> dict[str, str]:
-    """Return a label for each remote of *store*, by URL: its name, else the URL's end, or the URL if two end alike."""
+    """Return a label for each remote of *store*, by URL: its name, the URL's end, or the URL if two end alike."""
     names = {url: name for name, url in store.remotes.urls().items()}
     ends = {url: url.rpartition("/")[2] for url in _unnamed(store)}
     alike = Counter(ends.values())

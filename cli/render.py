@@ -35,13 +35,13 @@ PASTED_WIDTH = 80
 # The gap between columns.
 _GAP = 2
 
-# A name is broken only if it takes more than half of the terminal, and more than this.
+# A name is broken only if it takes more than half of the terminal's width, and more than this many columns.
 _WORD_WIDTH_MIN = 20
 
-# Verdicts: green is fine, yellow is worth a look, red is removed or wrong. The word alone says the same.
+# Verdicts: green is fine, yellow is worth a look, red is removed or wrong. The colour only repeats the word.
 _COLOURS = {"keep": 32, "ok": 32, "trim": 33, "note": 33, "remove": 31, "problem": 31}
 
-# In a narrower terminal, prose is not folded.
+# In a narrower terminal, prose is folded to this width.
 _PROSE_WIDTH_MIN = 20
 
 # Control characters, bidirectional overrides, lone surrogates, line and paragraph separators.
@@ -58,9 +58,9 @@ class Column:
     header: str
     align: Literal["left", "right"] = "left"
     folds: bool = False
-    """Whether its cells may wrap between words if the terminal is narrow."""
+    """Whether the column's cells may wrap between words if the terminal is narrow."""
     drops: int = 0
-    """In a narrow terminal the column with the highest number is left out first, one with 0 never."""
+    """In a narrow terminal the column with the highest number is left out first; a column with 0 never is."""
 
 
 def shown(text: object) -> str:
@@ -144,7 +144,7 @@ class _Output:
     has_line: bool = False
     """Whether a progress line is on the terminal."""
     store: str | None = None
-    """The store that the command line named, if any."""
+    """The store given on the command line, if any."""
 
 
 _output = _Output()
@@ -174,7 +174,7 @@ def mark_as_answer() -> None:
 
 
 def print_line(text: str = "") -> None:
-    """Print a line; the caller has passed foreign text through `shown`."""
+    """Print a line; the caller must have passed foreign text through `shown`."""
     if _output.answers or not _output.is_quiet:
         _print(text, sys.stdout)
 
@@ -189,7 +189,7 @@ def print_paragraph(text: str, *, indent: int = 0, pipe_width: int = _WIDTH_OF_A
     """
     Print *text*, wrapped to the terminal's width, with lines after the first indented by *indent*.
 
-    Without a terminal, wrap it to *pipe_width*. A verdict at its beginning is coloured.
+    Without a terminal, wrap it to *pipe_width*. A verdict at the start of *text* is coloured.
     """
     for line in _folded(text, indent=indent, stream=sys.stdout, pipe_width=pipe_width):
         word = line.partition(" ")[0]
@@ -211,7 +211,7 @@ def _width_of(stream: TextIO | None, *, pipe_width: int = _WIDTH_OF_A_PIPE) -> i
 
 
 def print_json(fields: Mapping[str, object]) -> None:
-    """Print *fields*, usually those of ``json_fields``, as a single line for programs."""
+    """Print *fields*, usually from ``json_fields``, as a single line for programs."""
     _print(json.dumps({"schema": JSON_SCHEMA, **fields}), sys.stdout)
 
 
@@ -236,7 +236,7 @@ def print_table(
     """
     Print a table of *rows*, with a last line *total*.
 
-    In a narrow terminal some columns fold, between words; if that is not enough, others are left out, and named.
+    In a narrow terminal, some columns fold between words; if that is not enough, a note lists the columns left out.
     """
     lines = [[shown(cell) for cell in row] for row in (*rows, *([] if total is None else [total]))]
     headers = [column.header for column in columns]
@@ -290,7 +290,7 @@ def _print_row(columns: Sequence[Column], line: Sequence[str], widths: Sequence[
 
 def _words_in(text: str, width: int) -> list[str]:
     """
-    Return *text* in lines of *width*, broken between words, and inside a word only if it does not fit by itself.
+    Return *text* in lines of *width*, broken between words; a word is broken only if it is wider than a line.
 
     >>> _words_in("the newest of its run", 10), _words_in("model.layers.0", 10), _words_in("…/checkpoints", 13)
     (['the newest', 'of its run'], ['model.laye', 'rs.0'], ['…/checkpoints'])
@@ -306,7 +306,7 @@ def _words_in(text: str, width: int) -> list[str]:
 
 
 def _pieces(word: str, width: int) -> Iterator[str]:
-    """Yield *word* in pieces that take at most *width* columns of a terminal, or have one character each."""
+    """Yield *word* in pieces of at most *width* terminal columns, but at least one character each."""
     begin = 0
     for end in range(1, len(word) + 1):
         if _cells(word[begin:end]) > width and end - 1 > begin:
@@ -331,7 +331,7 @@ def _cells(text: str) -> int:
 
 
 def painted(word: str) -> str:
-    """Return the verdict *word* in its colour, on a terminal; any other word as it is."""
+    """Return *word* in colour if it is a verdict and stdout takes colours; otherwise unchanged."""
     return f"\x1b[{_COLOURS[word]}m{word}\x1b[0m" if word in _COLOURS and _has_colour(sys.stdout) else word
 
 
@@ -348,18 +348,18 @@ _COMMAND = re.compile(r"\blayerstore (?P<command>[a-z]+)\b")
 
 
 def name_store(path: str | None) -> None:
-    """Name the store *path* in suggested commands from now on."""
+    """Add the store *path* to suggested commands from now on; None adds nothing."""
     _output.store = path
 
 
 def named_store() -> str | None:
-    """Return the store that the command line named; None if it did not."""
+    """Return the store that `name_store` was given last, usually from the command line."""
     return _output.store
 
 
 def with_store(text: str) -> str:
     """
-    Return *text* with ``--store`` added to its commands, if this command was given a store.
+    Return *text* with ``--store`` added to the commands in it, if the running command was given a store.
 
     A store given by URL is in a bucket, so only commands that work on buckets get the option.
     """
@@ -394,7 +394,7 @@ def print_progress(line: str) -> None:
 
 
 def draw(line: str) -> None:
-    """Draw *line* on a terminal, replacing the previous one; the next printed text replaces it."""
+    """Draw *line* over the previous one on a terminal; whatever is printed next overwrites *line*."""
     if sys.stderr is not None and (line or _output.has_line):
         _output.has_line = bool(line)
         width = shutil.get_terminal_size().columns - 1
@@ -424,7 +424,7 @@ def _complain(label: str, message: str) -> None:
 
 def _print(text: str, stream: TextIO | None) -> None:
     draw("")
-    if stream is not None:  # None if it was closed: print() would fall back to stdout
+    if stream is not None:  # None if stderr was closed: print() would fall back to stdout
         print(text, file=stream)  # the only place that prints
 
 

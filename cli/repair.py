@@ -48,7 +48,7 @@ def repair(
     ] = None,
     remote: Annotated[
         str | None,
-        typer.Option(metavar="REMOTE", help="Restore what this remote, by name or URL, has lost, from this store."),
+        typer.Option(metavar="REMOTE", help="Restore what this remote (name or URL) lost, from this store."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
     store: StorePath = None,
@@ -58,8 +58,8 @@ def repair(
     Move damaged files to the trash, and fetch sound ones.
 
     Objects and records come from the stores that --from names.
-    Anything that none of them has is listed, and the command fails: ingesting the checkpoint again restores objects;
-    drop and pin --delete give up a commit or a pin that cannot be read.
+    Anything that none of these stores has is listed, and the command fails: ingesting the checkpoint again restores
+    objects; drop and pin --delete give up a commit or a pin that cannot be read.
     May be stopped and repeated at any time.
 
     \b
@@ -109,7 +109,7 @@ def _lost_in_words(repaired: "Repaired", *, dry_run: bool) -> str:
 
 
 def _hint(repaired: "Repaired", *, read_data: bool) -> str:
-    """Name the remedies; for a damaged pin, `_print_result` has printed everything that a copy knows."""
+    """Return the remedies; for a damaged pin, `_print_result` has printed which commit it has in each copy."""
     option = " --read-data" if read_data else ""
     pins_only = not repaired.lost and all(map(_is_pin, repaired.unreadable))
     is_complete = pins_only and (repaired.pins_elsewhere or not repaired.unreadable)
@@ -150,7 +150,7 @@ def _print_result(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> No
         print_line(f"{shown(name)} is not a record, pin or part by its name, and gc removes nothing while it is there")
     for pin in repaired.pins_elsewhere:
         print_line(
-            f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.source)}; here it may have been moved since:"
+            f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.source)}; this store may have moved it since:"
         )
         print_line(f"  {shown(with_store(f'layerstore pin --delete {typed(pin.name)}'))}")
         print_line(f"  {shown(with_store(f'layerstore pin {typed(pin.name)} {typed(pin.reference)}'))}")

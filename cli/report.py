@@ -22,7 +22,7 @@ ABOUT = About("Look", store="anywhere")
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page; an older report is replaced.")]
 Open = Annotated[bool, typer.Option("--open", help="Show the page in a browser; without -o, it is a temporary file.")]
-Serve = Annotated[bool, typer.Option("--serve", help="Serve the page until Ctrl-C; it follows the store.")]
+Serve = Annotated[bool, typer.Option("--serve", help="Serve the page until Ctrl-C; it shows changes of the store.")]
 Host = Annotated[str, typer.Option("--host", metavar="HOST", help="With --serve: the address, or this machine's name.")]
 Port = Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="With --serve; 0 chooses a free one.")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]
@@ -44,9 +44,9 @@ def report(
     """
     Write one HTML page: each layer's version at every step.
 
-    It needs no network and stays below 1 MB: for a long history, only some saves are shown.
-    With the options of gc, it also shows what gc would keep; nothing is removed.
-    With --serve, this machine, or anyone who can reach HOST, can open the page; it follows a run that saves.
+    The page needs no network and stays below 1 MB: for a long history, only some saves are shown.
+    With the options of gc, the page also shows what gc would keep; nothing is removed.
+    With --serve, this machine, or anyone who can reach HOST, can open the page; it shows new saves.
 
     \b
     Examples:
@@ -96,7 +96,7 @@ def _show(url: str) -> None:
 
     if not webbrowser.open(url):
         raise Unsupported(
-            f"there is no browser here to open {url}", hint="open it elsewhere, or: layerstore report --serve"
+            f"no browser was found to open {url}", hint="open it elsewhere, or: layerstore report --serve"
         )
 
 

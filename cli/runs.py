@@ -35,7 +35,7 @@ _METRICS = ("eval_loss", "loss")
 
 def runs(
     place: Annotated[
-        str | None, typer.Argument(metavar="STORE", help="A folder or URL, in place of --store.", show_default=False)
+        str | None, typer.Argument(metavar="STORE", help="A folder or URL, instead of --store.", show_default=False)
     ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
@@ -43,9 +43,9 @@ def runs(
     """
     List the runs with their newest saves.
 
-    SIZE, PRECISION, POLICY and METRIC are those of the newest save; layerstore stats RUN counts all of a run.
-    SIZE is the stored size of its layers, inherited ones too; NEW in layerstore log counts all that a save added.
-    HEALTH is ok if everything that the newest save names is there in full size, and no save has failed since.
+    SIZE, PRECISION, POLICY and METRIC describe the newest save; layerstore stats RUN counts the whole run.
+    SIZE is the stored size of that save's layers, even inherited ones; NEW in layerstore log is all that it added.
+    HEALTH is ok if everything that the newest save needs exists in full size, and no save has failed since.
     No tensor is read: layerstore verify does that.
 
     \b
@@ -55,7 +55,7 @@ def runs(
     """
     named = named_store()
     if place is not None and named is not None and place != named:
-        raise InvalidInput(f"two places were given: {place} and --store {named}", hint="leave one of them out")
+        raise InvalidInput(f"two stores were given: {place} and --store {named}", hint="leave one of them out")
     with opened(place or store) as opened_store:
         lines = opened_store.overview()
         any_pushed = any(pushed.step is not None for line in lines for pushed in line.pushed)
@@ -115,7 +115,7 @@ def _print_result(lines: list["RunLine"], names: dict[str, str]) -> None:
 
 
 def _pushed(line: "RunLine", names: dict[str, str]) -> str:
-    """Return the remotes that have the newest save, and up to which step others have the run."""
+    """Return the remotes that have the run, with the last pushed step where that is not the newest."""
     remotes = []
     for pushed in line.pushed:
         if pushed.step is not None:
@@ -125,7 +125,7 @@ def _pushed(line: "RunLine", names: dict[str, str]) -> str:
 
 
 def _metric(line: "RunLine") -> str:
-    """Return the loss of the newest save, or else its first metric by name."""
+    """Return eval_loss or loss of the newest save; otherwise, its first metric by name."""
     metrics = line.metrics or {}
     name = next((name for name in (*_METRICS, *sorted(metrics)) if name in metrics), None)
     return "-" if name is None else f"{name} {metric_in_words(metrics[name])}"

@@ -1,8 +1,8 @@
 """
 The server of ``layerstore report --serve``: the page at ``/``, and at ``/version`` an id that changes with the commits.
 
-It only reads. The store is opened and closed for each look, so a bucket is read as it is then, and nothing needs to be
-cleaned up however the server ends. Only requests cause a look, and only a new version causes a new page.
+The server only reads. Each look opens and closes the store, so a bucket is read in its current state, and nothing needs
+to be cleaned up however the server ends. Only requests cause a look, and only a new version causes a new page.
 """
 
 import hashlib
@@ -24,24 +24,24 @@ from layerstore.policy import Keep
 from layerstore.progress import Silent
 from layerstore.storage import Repository
 
-# The page asks every five seconds. However many have it open, the store is looked at no more often than this.
+# The page asks every five seconds. However many browsers show it, the store is read no more often than this.
 LOOK_SECONDS = 2.0
 
 _TEXT = "text/plain; charset=utf-8"
 
 
 class ReportServer(ThreadingMixIn, TCPServer):
-    """A server that listens once it is made, and answers in `serve_forever`."""
+    """A server that listens as soon as it is constructed, and answers in `serve_forever`."""
 
-    allow_reuse_address = True  # else a restart must wait until the old connections time out
+    allow_reuse_address = True  # otherwise, a restart must wait until the old connections time out
     daemon_threads = True  # a request that hangs must not keep the command from ending
 
     def __init__(self, store: str, *, host: str, port: int, run: str | None, keep: Keep | None) -> None:
-        """Make the first page, too: a problem with the store or the options is an error of the command."""
+        """Also make the first page, so that a problem with the store or the options fails the command."""
         self._store, self._run, self._keep = store, run, keep
         self._guard = threading.Lock()
         self._version, self._page, self._next_look = "", b"", 0.0
-        # Before it listens: nobody can ask for a page that is not there.
+        # Before the server listens, so that no request comes before the first page exists.
         self.look()
         try:
             [(self.address_family, *_, (address, *_)), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -55,7 +55,7 @@ class ReportServer(ThreadingMixIn, TCPServer):
         self.url = f"http://{f'[{name}]' if ':' in name else name}:{self.server_address[1]}/"
 
     def look(self) -> tuple[str, bytes]:
-        """Return the version and the page as they are now; raises LayerstoreError if the store cannot be read."""
+        """Return version and page, at most `LOOK_SECONDS` old; raises LayerstoreError if the store cannot be read."""
         with self._guard:
             if time.monotonic() >= self._next_look:
                 with layerstore.open(self._store) as store:
@@ -79,7 +79,7 @@ class ReportServer(ThreadingMixIn, TCPServer):
         try:
             return ipaddress.ip_address(name).is_loopback or not self.is_local
         except ValueError:
-            # A name in words, not an address.
+            # The host is a name, not an address.
             return name in self._names
 
     def handle_error(self, request: Any, client_address: Any) -> None:

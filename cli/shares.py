@@ -17,7 +17,7 @@ from layerstore.shares import ALONE, Shares
 if TYPE_CHECKING:
     from layerstore.storage import Repository
 
-# The programs that start the processes, and the variables with a process's number and their count: torchrun, Accelerate
+# The launchers, and the variables with a process's number and the number of processes: for torchrun, Accelerate
 # and DeepSpeed; Open MPI; MPICH and Intel MPI; Slurm.
 _LAUNCHERS = {
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed.launcher.launch"),
@@ -50,7 +50,7 @@ def is_follower() -> bool:
 
 @contextmanager
 def led(words: list[str]) -> Iterator[list[str]]:
-    """Yield the *words* of the command for the process that runs it, which may be the first of many."""
+    """Yield the command's *words*, without the launcher's; lead the other processes that it started, if any."""
     global _of_this_process  # noqa: PLW0603  # a process belongs to one job
     if _is_launcher(os.getppid()):
         words = [word for word in words if not _LOCAL_RANK.fullmatch(word)]
@@ -69,7 +69,7 @@ def led(words: list[str]) -> Iterator[list[str]]:
 
 
 def work_for_lead() -> None:
-    """Work for the process that runs the command, until it ends."""
+    """Work for the process that runs the command, until that process ends."""
     from layerstore.shares.processes import serve_lead
 
     place = launched()
@@ -91,8 +91,8 @@ def launched() -> tuple[int, int] | None:
     Return this process's number among those that a launcher started, and their count; None if it is alone.
 
     Any process that a training rank or a shell starts inherits the launcher's variables. So they count only if the
-    parent is the launcher, or if ``LAYERSTORE_SHARES`` says that the process belongs to the job (1); 0 says that it
-    does not.
+    parent is the launcher, or if ``LAYERSTORE_SHARES`` is 1: the process belongs to the job. If it is 0, they never
+    count.
     """
     setting = os.environ.get("LAYERSTORE_SHARES", "")
     if setting == "0" or not (setting or _is_launcher(os.getppid())):
@@ -109,6 +109,6 @@ def _is_launcher(pid: int) -> bool:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
-        return False  # it has ended, or there is no /proc
+        return False  # the process has ended, or /proc does not exist
     # Look at the first words: `python -u -m torch.distributed.run` is called python.
     return name in _LAUNCHERS or any(Path(word).name in _LAUNCHERS for word in words[:4])

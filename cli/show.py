@@ -29,11 +29,11 @@ def show(ref: ReferenceArgument = None, store: StorePath = None, as_json: AsJson
     """
     Show one commit, and where its layers were saved.
 
-    SAVED AT is the step that wrote a layer's version: the commit's own, or an earlier one that it inherits from.
-    For a mixture, which is a pinned composite, the policy chose where the layers come from.
-    If a layer is not kept bit for bit, REFERS TO is the save that its masters are stored as differences to. LOST is
-    the measured error: its root mean square divided by that of the masters' movement since then or, where only
-    (moments) are inexact, of the moments. The line lost covers all layers; worst error is the greatest error
+    SAVED AT is the step that wrote a layer's version: the commit's own, or an earlier one if the layer is inherited.
+    For a mixture (a pinned composite), the policy chose where the layers come from.
+    If a layer is not kept bit for bit, its masters are stored as differences from the save in REFERS TO. LOST is
+    the measured error: its RMS divided by the RMS of the masters' movement since that save or, if only (moments)
+    are inexact, by the RMS of the moments. The line lost covers all layers; worst error is the greatest error
     divided by the greatest movement or value.
 
     \b
@@ -89,7 +89,7 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
 
 
 def refers_to(line: "LayerLine") -> str:
-    """Return the save that the masters are differences to, for a table; ``(moments)`` if only these are inexact."""
+    """Return the save that the masters are stored as differences from; ``(moments)`` if only moments are inexact."""
     return line.refers_to or ("-" if line.is_exact else "(moments)")
 
 
@@ -101,7 +101,7 @@ def _lost_of(line: "LayerLine") -> str:
 
 
 def _worst_error(view: "CommitView") -> str:
-    """Return the greatest coding error divided by the greatest movement or value, which may be another element's."""
+    """Return the greatest coding error divided by the greatest movement or value, perhaps of a different element."""
     worst = ", ".join(f"{loss.state} {loss.relative_greatest:.2%}" for loss in view.losses)
     return worst and f"{worst} of the greatest"
 

@@ -26,8 +26,8 @@ def stats(
     """
     Count bytes: by run, by kind and by layer.
 
-    LOGICAL is what the visible commits, and pins of anything else, would take if each were stored whole.
-    UNIQUE counts every object once, OWN only those that no other run needs.
+    LOGICAL is the size if each visible commit, and each pin of anything else, were stored whole.
+    UNIQUE counts every object once; OWN counts only objects that no other run needs.
 
     \b
     Examples:
@@ -40,7 +40,7 @@ def stats(
     for problem in counts.left_out:
         print_warning(f"left out: {problem}")
     if counts.missing:
-        print_warning(f"missing: {counted(counts.missing, 'object')}; layerstore verify says which")
+        print_warning(f"missing: {counted(counts.missing, 'object')}; layerstore verify lists them")
     if as_json:
         from layerstore.inspect import stats_fields
 

@@ -16,7 +16,7 @@ from layerstore.layers import is_name, typed
 from layerstore.layout import is_url, layout_at
 from layerstore.nearest import did_you_mean, nearest
 
-# typer states the name only in this message.
+# Only typer's message contains the unknown command's name.
 _NO_COMMAND = re.compile(r"No such command '(?P<name>.*)'\.?", re.DOTALL)
 
 _EXTRA = re.compile(r"Got unexpected extra argument\(s\) \((?P<words>.*)\)\.?", re.DOTALL)
@@ -24,7 +24,7 @@ _EXTRA = re.compile(r"Got unexpected extra argument\(s\) \((?P<words>.*)\)\.?", 
 # typer lists the choices only in its message.
 _QUOTED = re.compile("'([^']+)'")
 
-# Other tools' commands that need more than one word here.
+# Other tools' commands whose equivalent in layerstore takes more than one word.
 _IN_OUR_WORDS = {
     "forget": "layerstore drop REF moves one commit to the trash; layerstore gc --keep-last N removes by rules",
     "help": "layerstore --help lists the commands, layerstore COMMAND --help explains one",
@@ -35,7 +35,7 @@ _IN_OUR_WORDS = {
     "untag": "layerstore pin --delete PIN",
 }
 
-# By pydantic's code for a refused value; other codes keep typer's words.
+# Messages by pydantic's error code; for other codes, typer's message is kept.
 _PROBLEMS = {
     "int_parsing": "is not a whole number",
     "int_parsing_size": "is too large",
@@ -65,7 +65,7 @@ def usage_message(problem: TyperException) -> str:
 
 
 def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence[str]) -> str | None:
-    """Return what *words* may have meant, or the command whose help lists the choices."""
+    """Return a suggestion for the mistyped *words*, or the command whose help lists the choices."""
     context = getattr(problem, "ctx", None)
     if context is None:  # from the parser: an option lacks its value
         command = next((f" {word}" for word in words if word in commands), "")
@@ -89,7 +89,7 @@ def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence
 
 
 def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
-    """Return the hint of *problem*, or a better one if a REF is a store, or if nobody would want to make a store."""
+    """Return the hint of *problem*, or a better one if a REF is a store, or if the command cannot use a new store."""
     is_missing = isinstance(problem, NoStore)
     for before, word in itertools.pairwise(["", *words]):
         is_argument = is_missing and not before.startswith("-")
@@ -103,14 +103,14 @@ def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
     if not problem.facts.get("can_be_made"):
         return problem.hint
     if not problem.facts.get("path") and not is_url(named_store() or ""):
-        return problem.hint  # of a remote: the store was found
+        return problem.hint  # the problem is with a remote: the store was found
     command = next((word for word in words if word in COMMANDS), None)
     makes_one = command is not None and about(command).section in {"Save", "Elsewhere"}
     path, yours = problem.facts.get("path"), "name yours with --store or LAYERSTORE_STORE"
     if makes_one:
-        # For a folder, the library's own hint ends in "name yours", which in Python means an argument.
+        # For a folder, the library's own hint ends in "name yours", which refers to a Python argument.
         yours = f"{problem.hint} with --store" if path else str(problem.hint)
-    if command == "runs" and path and is_name(str(path)):  # as other commands take a run
+    if command == "runs" and path and is_name(str(path)):  # other commands take a run here
         yours = f"{yours}; layerstore log {typed(str(path))} lists the saves of a run"
     return did_you_mean(_stores_beside(Path(str(path))) if path else (), else_=yours)
 
@@ -126,7 +126,7 @@ def _stores_beside(path: Path) -> Iterator[str]:
 def _is_store(word: str) -> bool:
     try:
         return layout_at(Path(word)).identity.exists()
-    except (LayerstoreError, OSError):  # not a path, or one without permission
+    except (LayerstoreError, OSError):  # not a path, or no permission to read it
         return False
 
 
@@ -147,7 +147,7 @@ def _option(problem: TyperException) -> str | None:
 
 
 def _refused(problem: TyperException) -> Mapping[str, object] | None:
-    """Return what pydantic says about the value, which typer keeps as the cause."""
+    """Return pydantic's first error for the value; typer keeps pydantic's exception as the cause."""
     errors = getattr(problem.__cause__, "errors", None)
     refusals = errors() if callable(errors) else []
     return refusals[0] if refusals else None

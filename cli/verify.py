@@ -46,9 +46,9 @@ def verify(
     *,
     read_data: Annotated[bool, typer.Option("--read-data", help="Also read and hash every byte.")] = False,
     read_data_subset: Subset = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeat an earlier verify, which printed N.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeat an earlier verify that printed N.")] = None,
     remote: Annotated[
-        str | None, typer.Option(metavar="REMOTE", help="Check this remote, by name or URL, and not the store.")
+        str | None, typer.Option(metavar="REMOTE", help="Check this remote (name or URL) instead of the store.")
     ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
@@ -70,7 +70,7 @@ def verify(
         raise InvalidInput("--seed is for --read-data-subset", hint="layerstore verify --help")
     reads = read_data or read_data_subset is not None
     with opened(store, remote=remote) as opened_store, shown_progress(as_json=as_json) as progress:
-        reference = None if ref is None else opened_store.compose(ref).name  # a run means its newest commit
+        reference = None if ref is None else opened_store.compose(ref).name  # a run resolves to its newest commit
         verdict = opened_store.verify(
             ref, read_data=read_data, read_data_subset=read_data_subset, seed=seed, progress=progress
         )
@@ -88,7 +88,7 @@ def verify(
             option += f" --remote {typed(remote)}"
         elif url is not None:
             option += f" --remote {typed(url)}"
-            where = ", in a store that has what is lost there,"
+            where = ", in a store that still has the lost data,"
         raise IntegrityError(
             _damage_in_words(verdict), hint=f"layerstore repair{option} --dry-run{where} says what can be done"
         )
@@ -138,10 +138,10 @@ def _read(verdict: "Verdict") -> str:
 
 
 def _print_damage(damage: "Damage") -> None:
-    """Print one damage and what it affects on separate lines; in a table, they would be folded beyond recognition."""
+    """Print one damage, then each effect on its own line; table cells would fold them beyond recognition."""
     print_line(f"damaged {damage.kind}  {shown(damage.path)}")
     print_paragraph(f"  {shown(damage.reason)}", indent=4)
-    holders: dict[str, list[str]] = {}  # list a layer that many commits inherited only once
+    holders: dict[str, list[str]] = {}  # list a layer only once, even if many commits inherited it
     for cost in damage.costs:
         holders.setdefault(lost_in_words(cost.layers, everything=cost.everything), []).append(cost.holder)
     for lost, names in holders.items():

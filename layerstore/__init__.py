@@ -120,7 +120,7 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-# Loaded on first use: ``layerstore --help`` need not wait for lmdb, which the store imports, or numpy, for its arrays.
+# Loaded on first use, so that ``layerstore --help`` waits neither for lmdb (for the store) nor for numpy (for arrays).
 _ROOMS = {
     "arrays": "Tensors",
     "assemble": "ExportPlan Exported",
@@ -154,7 +154,7 @@ if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
         from layerstore.host import check_host
 
-        check_host()  # before anything loads that might read or write a store
+        check_host()  # before loading anything that might read or write a store
         home = import_module(f"layerstore.{_HOMES[name]}")
         value = getattr(home, "open_store" if name == "open" else name)
         globals()[name] = value

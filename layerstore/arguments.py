@@ -1,7 +1,7 @@
 """
 Public methods refuse a wrong argument with a one-line error, before they do anything.
 
-Only a method's annotations say what it takes; editors and type checkers see its signature as it is written.
+A method's annotations alone define what it accepts; editors and type checkers see the signature as written.
 """
 
 import builtins
@@ -53,7 +53,7 @@ def checked(public: Public) -> Public:
 
 
 def named_fields(cls: type[Fields]) -> type[Fields]:
-    """Change the dataclass so that unknown fields raise InvalidInput; it checks the values of its fields itself."""
+    """Make unknown fields of the dataclass raise InvalidInput; the class itself must check the values of its fields."""
     make = cls.__init__
 
     @wraps(make)
@@ -91,12 +91,12 @@ def check_arguments(function: Any, *positional: object, **named: object) -> None
         for value in bound[name] if is_many else (bound[name],):
             if not _fits(value, kinds[name]):
                 raise _misfit(_callee(function), name, value, kinds[name])
-    if "keep" not in accepted.parameters:  # a saver has it, and its save() may still set a precision
+    if "keep" not in accepted.parameters:  # a saver takes *keep*, and its save() may still set a precision
         check_effect(bound)
 
 
 def check_effect(given: Collection[str]) -> None:
-    """Raise InvalidInput if one of the options *given*, by name, has no effect without another."""
+    """Raise InvalidInput if one of the options *given*, by name, has no effect without another option."""
     if "exact_every" in given and "precision" not in given:
         raise InvalidInput(
             "exact_every has no effect without a precision: every save is exact",
@@ -131,13 +131,13 @@ def _kinds_of_fields(cls: type) -> dict[str, Any]:
     return {field.name: kinds[field.name] for field in fields(cls)}
 
 
-@cache  # on the first call: reading a signature takes longer than importing it
+@cache  # filled on the first call, not on import: reading a signature takes longer than importing the function
 def _signature_and_kinds(function: Any) -> tuple[Signature, dict[str, Any]]:
     return signature(function), _kinds(unwrap(function))
 
 
 class _Names(dict[str, Any]):
-    """What annotations may name. A type imported for type checkers alone accepts everything: its room checks it."""
+    """The names in annotations. A type imported only for type checkers accepts any value; its package checks that."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, object)
@@ -161,7 +161,7 @@ def _fits(value: object, kind: Any, *, in_words: bool = False) -> bool:
     if origin in {Union, UnionType}:
         return any(_fits(value, option, in_words=in_words) for option in within)
     if origin is Literal:
-        # For an argument, the room that knows the choices lists them in its error.
+        # An argument's word is checked by the package that knows the choices, whose error lists them.
         return type(value) in set(map(type, within)) and (not in_words or value in within)
     if origin is Iterable:
         is_list = isinstance(value, Iterable) and not isinstance(value, str)

@@ -57,7 +57,7 @@ class Composite:
 
     @property
     def _repo(self) -> Repository:
-        """The repository of its store, which must still be open."""
+        """The repository of the composite's store, which must still be open."""
         self._opened.check_open()
         return self._opened
 
@@ -70,12 +70,12 @@ class Composite:
         return f"<Composite {self.run}@{self.step}: policy {self.policy}, {older}, world size {self.world_size}>"
 
     def to_pandas(self) -> "DataFrame":
-        """Return a frame with a line for each layer, its save and age; raises Unsupported if pandas is missing."""
+        """Return a data frame with each layer's save and age, one row a layer; raises Unsupported without pandas."""
         return data_frame(map(json_fields, self.staleness.layers))
 
     @property
     def composition(self) -> Composition:
-        """Its parts, for `layerstore.live`."""
+        """The composition itself, for `layerstore.live`."""
         return self._composition
 
     @property
@@ -124,7 +124,7 @@ class Composite:
         return reference_to(self._repo, self._composition.base)
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
-        """Return the reference to each of *saves*, in the form that `name` has."""
+        """Return the reference to each of *saves*, in the form of `name`."""
         return references_to(self._repo, saves)
 
     @property
@@ -148,49 +148,49 @@ class Composite:
 
     @property
     def mixture(self) -> str | None:
-        """A sentence that says that this model never existed; None unless several saves are mixed or averaged."""
+        """A warning that this model never existed; None unless several saves are mixed or averaged."""
         return self._composition.mixture
 
     @property
     def inexact(self) -> str | None:
-        """A sentence that says what was not kept bit for bit, and which save was kept so; None if every layer was."""
+        """A sentence on what was not kept bit for bit and on the newest save that was; None if every layer was."""
         return self._composition.inexact(self._repo)
 
     @property
     def older_than_due(self) -> tuple[str, ...]:
-        """Layers that were due at their chosen save but not written there, so that an older version is used."""
+        """Layers that were due at the chosen save but not written by it, so that an older version is used."""
         return self._composition.older_than_due
 
     @property
     def recipe_notes(self) -> tuple[str, ...]:
-        """What a recipe leaves to defaults, which of its settings have no effect, which layers are older than asked."""
+        """The recipe's omissions and settings without effect; layers older than requested, or replaced as damaged."""
         return self._composition.notes
 
     def summary(self) -> dict[str, object]:
-        """Return all of this for programs, as in the file ``layerstore.json`` next to the shards."""
+        """Return the composite's facts for programs, as in the file ``layerstore.json`` next to the shards."""
         return self._composition.summary()
 
     def check(self, *, max_staleness: int | None = None) -> None:
         """
-        Make sure that the layers fit together, and that none is more than *max_staleness* steps older than the base.
+        Check that the layers fit together, and that none is more than *max_staleness* steps older than the base.
 
         Raises:
             LayoutMismatch: A layer differs from the base in parameters, shapes, types, ties or optimizer state.
             Conflict: A layer is too old.
         """
         if max_staleness is not None and self._composition.mean is not None:
-            raise InvalidInput("an average has saves of several ages", hint="leave the largest staleness out")
+            raise InvalidInput("an average has saves of several ages", hint="leave max_staleness out")
         if max_staleness is not None:
             self.staleness.check(self._composition.base, steps_max=max_staleness)
         with naming_damage(self._repo, self._composition):
             load_versions(self._repo, self._composition)
 
     def pin(self, name: str) -> Pin:
-        """Keep this composite under *name*: it outlives the commits that it was made from."""
+        """Keep this composite as the pin *name*, which outlives the commits that the composite was made from."""
         self._check_stored("keep it with write() or export()")
         self.check()
         with naming_damage(self._repo, self._composition):
-            # As a write would check: a pin that cannot be written out keeps bytes for nothing.
+            # The same check as before a write: a pin that cannot be written out keeps bytes for nothing.
             check_splittable(self._repo, self._composition)
         return make_pin(self._repo, name, self._composition.as_resolved())
 
@@ -200,12 +200,12 @@ class Composite:
             return Table(layer_lines(self._repo, self._composition.layers))
 
     def _check_stored(self, hint: str) -> None:
-        """Raise Unsupported if its masters are a mean, whose bytes no object has."""
+        """Raise Unsupported if the masters are a mean, which no object stores."""
         if self._composition.mean is not None:
             raise Unsupported(f"{self._composition.mean}: an average is in no object of the store", hint=hint)
 
     def plan(self, format: str | Format = "shards", **options: Unpack[FormatKeywords]) -> Plan:  # noqa: A002  # as the option is called
-        """Return what `export` would write in *format*; its ``notes`` say what would not carry over."""
+        """Return what `export` would write in *format*; its ``notes`` list what would not carry over."""
         with naming_damage(self._repo, self._composition):
             return chosen_format(format, options).plan(self._repo, self._composition)
 
@@ -223,7 +223,7 @@ class Composite:
         Write shards to resume from: `export` with *format* ``shards``.
 
         They have the ZeRO stage that the base was saved under or, with *as_zero3*, stage 3. They are for *world_size*
-        ranks, by default as many as saved the base; the result's ``notes`` say what does not carry over to another
+        ranks, by default as many as saved the base; the result's ``notes`` list what does not carry over to another
         number of ranks. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``, each layer's
         own, if a param group per layer allows that. With *moments* ``fresh``, the optimizer starts over: its moments
         are zero and its counters 0.
@@ -258,7 +258,7 @@ class Composite:
           ``"checkpoint": {"load_universal": true}``.
         - ``delta``: what changed in the weights *since* a commit, for a server that holds that commit's export in
           *dtype*. `layerstore.apply` applies it to that export, and so does SGLang's ``/pull_weights`` if *encoding* is
-          ``xor``; ``sparse`` has indices and values.
+          ``xor``; ``sparse`` stores indices and values.
 
         Every byte read is verified unless *verify* is False; a power cut cannot tear the folder unless *durable* is
         False. A folder at *out* is replaced only with *force*, and a folder that layerstore did not write only with
@@ -278,7 +278,7 @@ class Composite:
         """
         Return the tensors of one *kind* as read-only arrays by name, mapped from the objects where they are contiguous.
 
-        *kind* is ``master``, ``optimizer``, ``weights`` or ``buffers``; ``weights`` has only those that cannot be
+        *kind* is ``master``, ``optimizer``, ``weights`` or ``buffers``; ``weights`` has only weights that cannot be
         derived from their master. *state* is an optimizer state, such as ``exp_avg``; without it, all states are
         included, as ``exp_avg/NAME``. A tensor is read only on access, and verified first.
         """
@@ -291,8 +291,8 @@ class Composite:
         """
         Return all weights and buffers as torch tensors in memory, for ``model.load_state_dict``.
 
-        *dtype* is ``bf16``, ``fp16`` or ``fp32``, by default the type in which each parameter is trained; the numbers
-        are the same as `export` writes, under the names of the model that was trained. Every tensor is a writable copy;
+        *dtype* is ``bf16``, ``fp16`` or ``fp32``, by default the type in which each parameter is trained; the values
+        equal those that `export` writes, under the names in the trained model. Every tensor is a writable copy;
         tied names share one copy. Frozen parameters are missing if the checkpoint was saved without them.
         """
         with naming_damage(self._repo, self._composition):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreReader", "StoreWriter"]
 
-# Loaded on first use: they import torch.
+# Loaded on first use: these modules import torch.
 _HOMES = {"StoreReader": "reader", "StoreWriter": "writer"}
 
 if not TYPE_CHECKING:  # otherwise type checkers would accept any name

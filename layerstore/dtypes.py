@@ -18,7 +18,7 @@ class DType:
     torch_name: str
     """``torch.<name>``."""
     storage_class: str | None
-    """The class that ``torch.save`` names for a storage of it; None if there are only untyped storages."""
+    """The storage class that ``torch.save`` writes for this type; None if torch has only untyped storages for it."""
 
 
 def _row(code: str, size: int, torch_name: str, storage_class: str | None = None) -> DType:

@@ -4,12 +4,12 @@ The exception tree.
 LayerstoreError
   InvalidInput (ValueError)     a wrong argument, recipe, name or id
   StorageIO (OSError)           the disk refused; errno and filename are kept
-  Locked                        another holder, at the deadline
+  Locked                        another process held the lock until the deadline
   NotFound (KeyError)           no such run, step, pin or layer
     NoStore                     no store at this path
-  AlreadyExists                 the store, pin or target is there
-  Conflict                      other content for one (run, step); changed meanwhile
-    Overtaken                   something was removed meanwhile: repeat the command
+  AlreadyExists                 the store, pin or target already exists
+  Conflict                      other content for this (run, step), or a concurrent change
+    Overtaken                   something was removed during the command: repeat it
   Unsupported                   a newer format, a setting, a dtype
   IntegrityError                damage found in the store
   SourceCheckpoint              the source is incomplete, damaged or untrusted
@@ -24,7 +24,7 @@ Every class has a stable *kind* and the exit code of the command line.
 import errno as errnos
 
 PERMISSION_ERRNOS = frozenset({errnos.EACCES, errnos.EPERM, errnos.EROFS})
-# The process's own limits: these say nothing about the file.
+# The process reached its own limits: these errors reveal nothing about the file.
 PROCESS_ERRNOS = frozenset({errnos.EMFILE, errnos.ENFILE, errnos.ENOMEM})
 FULL_DISK_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT})
 # EFBIG is the process's limit on file size: freeing space does not help.
@@ -43,8 +43,8 @@ class LayerstoreError(Exception):
 
     *hint* is the next thing to do, preferably a command; a class may have a usual hint.
     *facts* are the values behind the message, for programs.
-    Unprintable characters, which file names may hold, are escaped. A URL that may hold a key is cut to its scheme: a
-    user may have passed one as any argument.
+    Unprintable characters, which file names may hold, are escaped. A URL that may hold a key is cut to its scheme,
+    since a user may have passed such a URL as any argument.
     """
 
     exit_code: int = 1
@@ -64,7 +64,7 @@ class LayerstoreError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        # By default the class would be called with *args*, and StorageIO takes more.
+        # By default, unpickling would call the class with *args* alone, but StorageIO needs more arguments.
         return _unpickled, (type(self), self.args, self.__dict__)
 
     def locate(self, place: object) -> None:
@@ -82,7 +82,7 @@ def _unpickled(kind: type[LayerstoreError], words: tuple[object, ...], state: di
 def _without_keys(text: str) -> str:
     if ":" not in text:
         return text
-    from layerstore.redact import redacted  # `import layerstore` must not load what it imports
+    from layerstore.redact import redacted  # `import layerstore` must not load what redact imports
 
     return redacted(text)
 
@@ -141,21 +141,21 @@ class NoStore(NotFound):
 
 
 class AlreadyExists(LayerstoreError):
-    """The store, pin or target is there already."""
+    """The store, pin or target already exists."""
 
     exit_code = 14
     kind = "already_exists"
 
 
 class Conflict(LayerstoreError):
-    """Other content was saved for this (run, step), or something changed meanwhile."""
+    """Other content was saved for this (run, step), or something changed during the call."""
 
     exit_code = 15
     kind = "conflict"
 
 
 class Overtaken(Conflict):
-    """Something that the command relied on was removed while it ran; repeating it succeeds."""
+    """Something that the command relied on was removed while it ran; repeating the command succeeds."""
 
 
 class Unsupported(LayerstoreError):

@@ -32,7 +32,7 @@ WEIGHTS_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 WEIGHTS_INDEX = "model.safetensors.index.json"
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 """DeepSpeed copies these next to its tags."""
-# A compose writes to such a folder, and leaves it behind if it is killed.
+# Compose writes to such a folder, and leaves it behind if compose is killed.
 UNFINISHED_OUTPUT = re.compile(r".+\.(partial|replaced)-[0-9a-f]{8}")
 
 ZERO3 = "ZeRO-3"
@@ -41,14 +41,14 @@ READABLE = frozenset({ZERO3, ZERO12})
 """The kinds of checkpoints that are ingested as they are."""
 UNIVERSAL = "universal"
 SCHEDULES = frozenset({"scheduler.pt", "scheduler.bin"})
-"""Where the Trainer and Accelerate keep a schedule of their own."""
+"""The files in which the Trainer and Accelerate keep their own learning-rate schedule."""
 DCP_METADATA = ".metadata"
-"""The file that says where the tensors of a distributed checkpoint are."""
+"""The file that locates the tensors of a distributed checkpoint."""
 DCP = "torch.distributed.checkpoint"
 FULL_STATE_DICT = "FSDP's FULL_STATE_DICT"
 FILE_PER_RANK = "FSDP with a file for each rank"
 FSDP = frozenset({DCP, FULL_STATE_DICT, FILE_PER_RANK})
-"""The kinds that DeepSpeed has nothing to do with: their folders are not tags."""
+"""The kinds of checkpoints that DeepSpeed does not write: their folders are not tags."""
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 """The files of a ``FULL_STATE_DICT``."""
 FSDP_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
@@ -58,10 +58,10 @@ WHOLE_MODEL = re.compile(r"mp_rank_(?P<mp>[0-9]{2,4})_model_states\.pt")
 _PIPELINE, _EXPERTS = "pipeline-parallel", "mixture-of-experts (DeepSpeed's own)"
 NOT_SUPPORTED = {
     _PIPELINE: "train without pipeline parallelism and save again",
-    _EXPERTS: "its experts are in files of their own; mixtures of Transformers, such as Mixtral, can be ingested",
+    _EXPERTS: "its experts are in files of their own; Transformers' mixtures, such as Mixtral, can be ingested",
     UNIVERSAL: "ingest the checkpoint that it was made from",
 }
-"""What DeepSpeed saves that cannot be ingested, and what to do instead."""
+"""DeepSpeed's checkpoints that cannot be ingested, and what to do instead."""
 # Files of other kinds of checkpoints, and the names of those kinds.
 _FOREIGN = (
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), _PIPELINE),
@@ -73,15 +73,15 @@ _FOREIGN = (
 )
 
 _ONE_OF_SEVERAL_SAVES = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
-# With Accelerate, the user names the folder: these are its examples' names and common variations. Not `run1` and
-# `run2`: those may be two training runs, whose steps must not become one history.
+# With Accelerate, the user names the folder: these are the names in Accelerate's examples, and common variations. Not
+# `run1` and `run2`: those may be two training runs, whose steps must not become one history.
 _STEP_FOLDER = re.compile(r"(?:global_?)?(?:step|epoch|iter|iteration)[-_]?\d+")
 # Where Accelerate puts saves that it names itself: PROJECT/checkpoints/checkpoint_N.
 _AUTOMATIC_PARENT, _AUTOMATIC = "checkpoints", re.compile(r"checkpoint_\d+")
 
 
 def folder_kind(names: Iterable[str]) -> str | None:
-    """Return ``ZeRO-3`` or another kind of checkpoint, from the *names* in its folder; None if it is not one."""
+    """Return the kind of checkpoint, such as ``ZeRO-3``, from the *names* in a folder; None if it holds none."""
     names = list(names)
     shards = {match["what"] for name in names if (match := SHARD.fullmatch(name))}
     foreign = next((kind for name in names for pattern, kind in _FOREIGN if pattern.fullmatch(name)), None)
@@ -122,7 +122,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def rank_of_file(name: str) -> int | None:
-    """Return the rank whose random state the file *name* holds, None if it belongs to no rank."""
+    """Return the rank whose random state the file *name* holds; None if the file belongs to no rank."""
     match = _RANKS_RANDOM_STATE.fullmatch(name)
     return None if match is None else int(match["rank"])
 

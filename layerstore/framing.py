@@ -1,9 +1,9 @@
 """
-How an object frames slices: as a safetensors file whose every byte is determined here; so are exported weights.
+The framing of objects and exported weights: safetensors files whose every byte is determined here.
 
-The header is padded with spaces so that the payload starts on a page. Slices that fill whole pages come first, then
-the rest, both by key, so whole-page slices stay page-aligned whatever else is in the file. Nothing that could vary
-between equal contents is included.
+The header is padded with spaces so that the payload starts on a page. In an object, slices that fill whole pages come
+first, then the rest, each group sorted by key, so whole-page slices stay page-aligned whatever else is in the file.
+Nothing that could vary between equal contents is included.
 """
 
 import json
@@ -112,8 +112,8 @@ def coded_frame(tensors: Iterable[CodedSlice], *, reference: str) -> tuple[Frame
     """
     Lay out an object of *tensors* in their given order, each as the parts of its coding, one part after the other.
 
-    Return the layout of all parts, and the number of the first part of each tensor. The name of the *reference* is
-    part of the file, so the same differences to another reference make another object.
+    Return the layout of all parts, and the number of the first part of each tensor. The id of the *reference* is
+    written to the file, so equal differences from different references make different objects.
     """
     parts: list[tuple[str, str, tuple[int]]] = []
     first = []

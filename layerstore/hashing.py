@@ -35,7 +35,7 @@ def object_id(data: Bytes) -> ObjectId:
 
 
 crc32 = isal_zlib.crc32
-"""The zip checksum of some bytes, continued from a second argument; the alias saves a call for each of many slices."""
+"""The zip checksum of bytes, continued from an optional second argument; an alias saves one call for each slice."""
 
 
 def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
@@ -90,8 +90,8 @@ class ObjectHasher(NameHasher):
     """
     Digests an object while its bytes stream by: as a whole, and every 16 MiB of it.
 
-    Above 240 bytes, the xxh3_64 is the lower half of the xxh3_128. So the first chunk, which is all of most objects, is
-    hashed once for both.
+    Above 240 bytes, the xxh3_64 is the lower half of the xxh3_128. So the first chunk, which is the whole of most
+    objects, is hashed once for both.
     """
 
     __slots__ = ("_chunk", "_chunk_left_bytes", "_chunks")

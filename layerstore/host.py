@@ -14,7 +14,7 @@ from pathlib import Path
 
 from layerstore.errors import Unsupported
 
-# Library -> the first version that works, and the first untested one; pyproject.toml says the same.
+# Library -> the first version that works, and the first untested one; pyproject.toml has the same ranges.
 NEEDS = {
     "lmdb": ((3,), (4,)),
     "msgpack": ((1, 1), (2,)),
@@ -39,7 +39,7 @@ def check_host() -> None:
         try:
             installed = metadata.version(library)
         except metadata.PackageNotFoundError:
-            continue  # installed in some other way; if it cannot be imported, Python says so
+            continue  # installed in some other way; if the library is missing, its import fails
         if not least <= _numbers(installed) < beyond:
             requirement = f"{library}>={_dotted(least)},<{_dotted(beyond)}"
             raise Unsupported(
@@ -58,10 +58,10 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 def free_memory_bytes() -> int:
     """Return how much memory is free on this host, or in this container if that is less; 0 if that is unknown."""
     limits = []
-    # Only Linux has these files; without control groups, it lacks the second.
+    # Only Linux has these files; without control groups, the second is missing.
     with suppress(OSError, ValueError):
         match = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
         limits += [] if match is None else [int(match[1]) * 1024]
-        limit = Path("/sys/fs/cgroup/memory.max").read_text()  # "max" if there is none
+        limit = Path("/sys/fs/cgroup/memory.max").read_text()  # "max" if there is no limit
         limits.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     return min(limits, default=0)

@@ -45,17 +45,17 @@ class IngestOptions:
     layer_pattern: Annotated[
         str | None,
         Setting(
-            "finds the layer in a parameter's name: group 'layer', else the first, else the match", metavar="REGEX"
+            "finds the layer in a parameter's name: group 'layer', or the first group, or the match", metavar="REGEX"
         ),
     ] = None
     onto: Annotated[
         str | None,
-        Setting("from torch.distributed.checkpoint to DeepSpeed: this commit supplies all the rest", metavar="REF"),
+        Setting("from torch.distributed.checkpoint to DeepSpeed: the commit that supplies the rest", metavar="REF"),
     ] = None
     allowed_globals: frozenset[str] = frozenset()
     """Classes of foreign pickles that are kept as inert objects."""
     follow: Annotated[bool, Setting("follow links to files inside the checkpoint")] = False
-    trust_store: Annotated[bool, Setting("do not read what the store already has; check only its size")] = False
+    trust_store: Annotated[bool, Setting("do not read objects already in the store; check only their size")] = False
 
     def __post_init__(self) -> None:
         keyframes(self.precision, self.exact_every)

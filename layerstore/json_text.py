@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written: a value, or one kind of error, in bounded memory."""
+"""Parse JSON that somebody else may have written, in bounded memory; every failure is a ValueError."""
 
 import json
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from layerstore.limits import JSON_CONTAINERS_MAX
 
 def parse_json(data: bytes | str, *, parse_int: Callable[[str], object] | None = None) -> Any:
     """
-    Return the value of *data*; *parse_int* makes its whole numbers.
+    Return the value of *data*; *parse_int* converts the text of each integer.
 
     Raises:
-        ValueError: It is not JSON, or nested too deeply, or has more lists and objects than any real file.
+        ValueError: *data* is not JSON, is nested too deeply, or has more lists and objects than any real file.
     """
     opened = data.count(b"[") + data.count(b"{") if isinstance(data, bytes) else data.count("[") + data.count("{")
     if opened > JSON_CONTAINERS_MAX:

@@ -21,7 +21,7 @@ from layerstore.limits import NAME_BYTES_MAX
 # Wrappers add these before or between the model's own names.
 _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPER_PREFIXES = ("base_model.model.", "module.")
-# No model has more blocks than this, and Python refuses to parse much longer numbers.
+# No block's index is longer than this, and Python refuses to parse much longer numbers.
 _INDEX_DIGITS_MAX = 18
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """PEFT's name for the file of an adapter's weights."""
@@ -47,7 +47,7 @@ def typed(name: str) -> str:
 
 def unwrapped(name: str) -> str:
     """
-    Return *name* without what torch wraps a module in, for compiling or checkpointing.
+    Return *name* without the components that torch's wrappers add to it, such as those for compiling.
 
     >>> unwrapped("_orig_mod.model.norm.weight")
     'model.norm.weight'
@@ -81,9 +81,10 @@ def is_of_adapter(name: str) -> bool:
 @lru_cache(maxsize=1 << 14)  # each save of a running engine asks for the same names again
 def layer_of(name: str, *, pattern: re.Pattern[str] | None = None) -> str:
     """
-    Name the layer that the parameter or buffer *name* belongs to.
+    Return the layer that the parameter or buffer *name* belongs to.
 
-    *pattern* overrides the rule if it matches: with its group ``layer``, else its first group, else the whole match.
+    *pattern* overrides the rule if it matches: the layer is its group ``layer``, otherwise its first group, otherwise
+    the whole match.
 
     >>> layer_of("model.layers.3.self_attn.q_proj.weight")
     'model.layers.3'
@@ -106,7 +107,7 @@ def layer_of(name: str, *, pattern: re.Pattern[str] | None = None) -> str:
 def _layer_by_rule(name: str) -> str:
     parts = name.split(".")
     for position, part in enumerate(parts[:-1]):
-        # The first number is the block's; any after it belongs to an expert, or to a module inside the block.
+        # The first number is the block's; a later one belongs to an expert, or to a module inside the block.
         if part.isdecimal():
             return ".".join(parts[: position + 1])
     owner = parts[:-1]
@@ -133,7 +134,7 @@ def layers_in_order(names: Iterable[str], *, pattern: re.Pattern[str] | None = N
     """
     Gather *names* by layer.
 
-    Layers come in the order of their first name, which is the model's order when *names* are its ``state_dict``'s.
+    Layers come in the order of their first name, which is the model's order if *names* come from its ``state_dict``.
     """
     layers: dict[str, list[str]] = {}
     for name in names:
@@ -150,7 +151,7 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
     except re.error as exc:
         raise InvalidInput(
             f"the layer pattern {pattern!r} is not a regular expression: {exc}",
-            hint="write one for Python's re, whose first group is the layer's name",
+            hint="write one for Python's re; its first group is the layer's name",
         ) from exc
 
 
@@ -214,8 +215,8 @@ def _beginning(layer: str, first: Mapping[str, int], *, end: int) -> int:
     """
     Return the start of the blocks that an auxiliary layer belongs to.
 
-    It belongs to the stack whose name shares the most leading parts (``encoder.final_layer_norm`` and
-    ``encoder.block``), by default to the first.
+    The layer belongs to the stack whose name shares the most leading parts with the layer's name
+    (``encoder.final_layer_norm`` and ``encoder.block``); if several do, to the first of these.
     """
     shared = {stack: _shared(layer.split("."), stack.split(".")) for stack in first}
     most = max(shared.values(), default=0)
@@ -246,7 +247,7 @@ def check_name(name: str, *, what: str) -> str:
     ``@`` and ``~`` are not allowed because references use them.
 
     Raises:
-        InvalidInput: It is empty, too long, not NFC, or has characters that could be mistaken for something else.
+        InvalidInput: *name* is empty, too long, not NFC, or has characters that could be mistaken for something else.
     """
     problem = _name_problem(name)
     if problem is not None:
@@ -263,7 +264,7 @@ def is_name(name: str) -> bool:
 
 
 def is_inside(path: str) -> bool:
-    """Whether *path*, which somebody else gave, stays inside the folder that it is relative to."""
+    """Whether the untrusted *path* stays inside the folder that it is relative to."""
     return "\0" not in path and not {"", ".", ".."}.intersection(path.split("/"))
 
 
@@ -307,7 +308,7 @@ def parse_reference(text: str) -> Reference:
     Reference(name='sft', back=1, step=200)
 
     Raises:
-        InvalidInput: It has another form, or its name is invalid.
+        InvalidInput: *text* is not a reference, or its name is invalid.
     """
     match = _REF.fullmatch(text)
     hint = "write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name"

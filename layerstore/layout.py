@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # building the model's classes would take too long for shell 
 IDENTITY = "store.json"
 OBJECT_ID = re.compile(r"[0-9a-f]{32}")
 MARK_PREFIX = ".layerstore-"
-"""Prefix of short-lived files that ranks make where a store may be made, to find out which ranks share the folder."""
+"""Prefix of short-lived files that ranks make in a store's future folder, to find out which ranks share that folder."""
 RECORD_NAME = re.compile(r"(?P<step>0|[1-9][0-9]{0,18})\.(?P<id>[0-9a-f]{32})")
 
 
@@ -32,7 +32,7 @@ class Layout:
 
     @cached_property
     def objects(self) -> Path:
-        """Immutable content, in 256 folders by the first two digits."""
+        """Immutable content, in 256 folders by the first two digits of the id."""
         return self.root / "objects"
 
     @cached_property
@@ -121,7 +121,7 @@ class Layout:
 
     @cached_property
     def backups(self) -> Path:
-        """What migrations have replaced, one folder each; layerstore never removes anything here."""
+        """What migrations have replaced, one folder a migration; layerstore never removes anything from it."""
         return self.root / "backups"
 
     @cached_property
@@ -170,7 +170,7 @@ class Layout:
         return self.pins / name
 
     def name(self, path: Path) -> str:
-        """Return the name of *path* inside the store, as used in envelopes and messages."""
+        """Return *path* relative to the store, as used in envelopes and messages."""
         return path.relative_to(self.root).as_posix()
 
 
@@ -187,7 +187,7 @@ def is_url(text: str) -> bool:
 
 
 def folder_of(path: "StrPath") -> Path:
-    """Return *path*, which must be a folder's; raises InvalidInput for a URL, also for a `Path` made from one."""
+    """Return *path*, the path of a folder, as a `Path`; raises InvalidInput for a URL, or a `Path` made from a URL."""
     if re.match(r"[a-z0-9]+:/", str(path), re.IGNORECASE):
         raise InvalidInput(
             f"{path} is a URL, and this is for a store in a folder",
@@ -197,12 +197,12 @@ def folder_of(path: "StrPath") -> Path:
 
 
 def place(named: "StrPath") -> str:
-    """Return the folder or URL *named*, a folder by its absolute path."""
+    """Return *named*, a folder or URL, as text; a folder becomes its absolute path."""
     return named if isinstance(named, str) and is_url(named) else str(folder_of(named).absolute())
 
 
 def url_of(place: str) -> str:
-    """Return the URL that reads *place*, an absolute path or a URL."""
+    """Return the URL of *place*, an absolute path or a URL."""
     return place if is_url(place) else Path(place).as_uri()
 
 

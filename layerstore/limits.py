@@ -10,23 +10,23 @@ PAGE_BYTES = 4096
 # Large enough to be worth releasing the GIL and to amortize a call, small enough to stay in the L2 cache.
 IO_CHUNK_BYTES = 1 * MIB
 
-# What ingest reads, hashes and codes at once. Every step of coding takes the interpreter's lock once for a chunk: with
+# What ingest reads, hashes and codes at once. Every step of coding takes the interpreter's lock once per chunk: with
 # chunks half as large, threads wait for the lock; with chunks twice as large, nothing stays in the caches.
 SOURCE_CHUNK_BYTES = 2 * MIB
 
 # Objects up to this size are read, hashed and written as one piece of memory: a thousand ranks have a million of them.
 SMALL_OBJECT_BYTES = 4 * MIB
 
-# What no rank has cut is cut into slices, so that no object is larger than this: it is made and read as a whole.
+# Tensors that no rank has cut are cut into slices of at most this size: an object is made and read as a whole.
 SLICED_BYTES = 1 * GIB
 
 # For larger writes the kernel uses larger folios, and finding free memory for those can cost five times the write.
 WRITE_BYTES = 64 * KIB
 
-# The size of writes past the page cache: whole pages, and enough for a disk's full speed.
+# The size of writes that bypass the page cache: whole pages, and enough for a disk's full speed.
 STREAM_BYTES = 8 * MIB
 
-# How much may wait before the disk is told to start writing, so that fsync has little left to do.
+# How much data may wait before the kernel is told to start writing it to disk, so that fsync has little left to do.
 SYNC_AHEAD_BYTES = 8 * MIB
 
 # How many open files may wait for their fsync, since thousands would exhaust the descriptors; and how many fsyncs run
@@ -37,18 +37,17 @@ SYNCS_AT_ONCE = 8
 # One xxh3_64 per chunk of an object lets a reader of a range verify the range alone.
 VERIFY_CHUNK_BYTES = 16 * MIB
 
-# Anything that is not a layer and larger than this (a tokenizer, a big tensor of client_state) is an object of its own,
-# so that it is stored once however many steps have it; anything smaller is inside its rank's state blob. DeepSpeed's
-# zero_to_fp32.py (38 KB, the same at every step) is above the limit, a rank's RNG state (16 KB, always different)
-# below.
+# Anything larger than this outside of layers (a tokenizer, a big tensor of client_state) is a separate object, stored
+# once however many steps have it; anything smaller is inside its rank's state blob. DeepSpeed's zero_to_fp32.py (38 KB,
+# the same at every step) is above the limit, a rank's RNG state (16 KB, always different) is below it.
 INLINE_BYTES_MAX = 32 * KIB
 
-# A commit record or version blob of this size is not ours: the largest real ones are below 1 MiB.
+# A commit record or version blob larger than this is not ours: the largest real ones are below 1 MiB.
 RECORD_BYTES_MAX = 64 * MIB
 BLOB_BYTES_MAX = 256 * MIB
 
-# Maps and lists in one record or blob: each takes a byte there and at least 64 bytes of memory. A record of 10,000
-# layers and ranks has 40,000, a rank's part with the experts' slices of such a model 200,000. A version has two for
+# Maps and lists in one record or blob: each takes one byte of file and at least 64 bytes of memory. A record of 10,000
+# layers and ranks has 40,000; a rank's part with the experts' slices of such a model has 200,000. A version has two for
 # each slice of each rank, and 2,048 ranks of a large mixture of experts have a million slices.
 RECORD_CONTAINERS_MAX = 1_000_000
 BLOB_CONTAINERS_MAX = 4_000_000
@@ -63,8 +62,8 @@ SHARD_SIZE = "5GB"
 OWN_JSON_BYTES_MAX = 1 * MIB
 PUSHED_BYTES_MAX = 64 * MIB
 
-# Lists and objects of one JSON text: each takes two bytes there and 64 bytes or more of memory. A Trainer's log has one
-# for each time it logged, a safetensors header three for each tensor.
+# Lists and objects of one JSON text: each takes two bytes of text and at least 64 bytes of memory. A Trainer's log has
+# one for each entry, a safetensors header three for each tensor.
 JSON_CONTAINERS_MAX = 1_000_000
 
 # The pickle inside a .pt file describes a tree; 70B on 1,000 ranks needs about 2 MiB and 200,000 opcodes, a mixture of
@@ -105,7 +104,7 @@ ZIP_DIRECTORY_BYTES_MAX = 64 * MIB
 # safetensors itself refuses headers beyond 100 MB.
 SAFETENSORS_HEADER_BYTES_MAX = 100_000_000
 
-# Small files of a checkpoint that are kept byte for byte; if there are more, it is the wrong folder.
+# Small files of a checkpoint that are kept byte for byte; a folder with more of them is the wrong folder.
 SOURCE_FILES_MAX = 100_000
 
 # A step has 18 digits in references and 8 bytes in the index.
@@ -125,8 +124,8 @@ RECIPE_DEPTH_MAX = 16
 # Blocks of a model that `estimate` makes up; no real model comes near.
 MODEL_BLOCKS_MAX = 2_000
 
-# The runs of one tensor that Transformers splits or joins differently on disk than in memory. The rows of a large model
-# stay below it; a matrix that is transposed, element by element, does not.
+# The contiguous stretches of one tensor that Transformers splits or joins differently on disk than in memory. With one
+# stretch a row, a large model stays below this; a transposed matrix, with one stretch an element, does not.
 RENAMED_RUNS_MAX = 1 << 18
 # Building a model without elements takes seconds, but a config may claim any number of layers.
 RENAMING_SECONDS_MAX = 300.0
@@ -142,7 +141,7 @@ LOCK_DEADLINE_SECONDS = 60.0
 LOAD_WAIT_SECONDS = 600.0
 
 # How long to keep looking for a file that must exist on a network filesystem, whose clients cache both hits and misses
-# for a while; and how long after a failed search not to search again, because a file that is lost never appears.
+# for a while; and how long to wait after a failed search before searching again, because a lost file never appears.
 LATE_SECONDS = 10.0
 NOT_LATE_SECONDS = 60.0
 
@@ -150,8 +149,8 @@ NOT_LATE_SECONDS = 60.0
 WORKERS_MAX = 4
 
 # The age at which an unnamed object is collected; until then, a writer may still name it. A writer refreshes the times
-# of everything that it names just before its record; only moments pass between the two, not minutes. Listings on
-# network filesystems may be a minute late.
+# of everything that its record names just before it writes the record: moments pass in between, not minutes. Listings
+# on network filesystems may be a minute late.
 GC_GRACE_SECONDS = 5 * 60.0
 # A file in tmp/ may be written for hours before it is linked, and a rank may wait hours for the others.
 GC_UNFINISHED_GRACE_SECONDS = 24 * 3600.0
@@ -161,17 +160,17 @@ TRASH_SECONDS = 7 * 24 * 3600.0
 
 # Concurrent requests to a remote: enough to fill a link if each answer takes a tenth of a second.
 REMOTE_REQUESTS_MAX = 16
-# Larger objects are uploaded in parts of this size, two at a time: each part is a request. All requests together hold
-# up to three parts of each object, so parts are smaller, down to the least, where that would be more than a quarter of
-# the free memory; and until an upload has shown that the line is not slow.
+# Larger objects are uploaded in parts of this size, one request a part and two parts of an object at a time. An upload
+# holds up to three parts in memory. If all concurrent uploads could fill more than a quarter of the free memory, parts
+# are smaller, but not below the least size. Parts have the least size until an upload has shown that the line is fast.
 REMOTE_PART_BYTES = 64 * MIB
 REMOTE_PART_BYTES_LEAST = 16 * MIB
 # What a save may hold in memory for its uploads, or one object if that is larger.
 REMOTE_FLIGHT_BYTES = 256 * MIB
 # How long a server may be silent before the request is retried.
 REMOTE_SILENCE_SECONDS = 120.0
-# An upload is silent until it ends. In this time, everything that may be in flight, 256 MiB, is uploaded at 1.2 Mbit/s;
-# the kernel notices sooner if the other host is gone.
+# An upload is silent until it ends. This is long enough to upload everything that may be in flight, 256 MiB, at
+# 1.2 Mbit/s; the kernel notices sooner if the other host is gone.
 REMOTE_UPLOAD_SECONDS = 1800.0
 # Tries of a request, and the pause before the second try; each further pause is twice as long, 15 s in total.
 REMOTE_TRIES = 6
@@ -182,5 +181,5 @@ REMOTE_GRACE_SECONDS = 24 * 3600.0
 REMOTE_MOMENT_SECONDS = 10.0
 # How often a push that follows a run checks for new commits.
 FOLLOW_SECONDS = 5.0
-# The total size of all mirrors of remotes, unless LAYERSTORE_CACHE_SIZE says otherwise: one composite of an 8B model.
+# The total size of all mirrors of remotes, unless LAYERSTORE_CACHE_SIZE is set: one composite of an 8B model.
 CACHE_BYTES = 100 * GIB

@@ -21,11 +21,12 @@ StrPath = str | os.PathLike[str]
 # Marks a field that holds a tree: it is kept in the encoding of format/treecodec.py.
 AS_TREE = {"tree": True}
 
-# Marks a text that becomes a name in a folder, and one that becomes a path below a checkpoint: readers check them.
+# The first marks a text that becomes a file's name, the second one that becomes a path below a checkpoint; readers
+# check both.
 AS_NAME = {"check": "name"}
 AS_PATH = {"check": "path"}
 
-# Marks a field that is left out if it has its default, so that blobs from before the field keep their names.
+# Marks a field that is left out if it has its default, so that blobs written before the field existed keep their ids.
 OMITTED = {"omitted": True}
 
 ObjectId = NewType("ObjectId", str)
@@ -60,15 +61,15 @@ class StoredTensor:
     state: str
     """Which optimizer state (``exp_avg``); empty for the other kinds."""
     dtype: str
-    """Code of the element type, once it is decoded."""
+    """Code of the element type after decoding."""
     elements: int
     """Length of the slice, padding excluded; never zero."""
     crc32: int
-    """Checksum of the slice's bytes, once they are decoded; a zip entry's checksum is combined from these."""
+    """Checksum of the slice's bytes after decoding; a zip entry's checksum is combined from such checksums."""
     coding: str = field(default="", metadata=OMITTED)
-    """How it is coded in fewer bytes (`layerstore.coding`); empty if its bytes are kept as they are."""
+    """How the slice is coded in fewer bytes (`layerstore.coding`); empty if its bytes are kept as they are."""
     box: tuple[int, ...] = field(default=(), metadata=OMITTED)
-    """Where a slice that is not a run of elements lies in its tensor: the first index and the extent by dimension."""
+    """For a slice that is a box of its tensor, not a run of elements: first index by dimension, then all extents."""
 
     @property
     def key(self) -> str:
@@ -95,7 +96,7 @@ class StoredObject:
     chunks: bytes
     """xxh3_64, 8 bytes big-endian each, of every 16 MiB of the file."""
     reference: str = field(default="", metadata=OMITTED)
-    """The id of the object whose tensors its differences add to; empty if it holds none."""
+    """The id of the object whose tensors its differences add to; empty if it holds no differences."""
 
     @property
     def ref(self) -> "BlobRef":
@@ -160,21 +161,21 @@ class LayerVersion:
     ``boxes`` is how tensor parallelism splits: some slices are boxes.
     """
     references: tuple[StoredObject, ...] = field(default=(), metadata=OMITTED)
-    """Objects of older versions that this one's differences refer to, by shard: whatever keeps this one keeps them."""
+    """Objects of older versions that this version's differences refer to, by shard: what keeps it keeps them too."""
 
     @property
     def named(self) -> tuple[StoredObject, ...]:
-        """Every object that is needed to read it."""
+        """Every object that is needed to read the version."""
         return (*self.objects, *self.references)
 
     @property
     def is_exact(self) -> bool:
-        """Whether every bit of it is as it was saved."""
+        """Whether every bit of the version is as it was saved."""
         return not any(stored.is_coded for stored in self.objects)
 
     @property
     def optimizer_states(self) -> set[tuple[str, str]]:
-        """The optimizer's states for it, as pairs of parameter and state name."""
+        """The optimizer's states for the layer, as pairs of parameter and state name."""
         return {
             (tensor.name, tensor.state)
             for stored in self.objects
@@ -217,10 +218,10 @@ class LayerEntry:
     optimizer_step: int | None
     """The optimizer's update count for the layer at that save; None if there is no count, or counts differ."""
     compact: int = field(default=0, metadata=OMITTED)
-    """How many versions in a row, this one the last, were not kept exactly; 0 if it is exact."""
+    """How many consecutive versions, up to and including this one, are not exact; 0 if this one is exact."""
 
     def saved_by(self, commit: "Saving") -> bool:
-        """Whether *commit* itself saved it rather than inherited it."""
+        """Whether *commit* itself saved the version rather than inheriting it."""
         origin = self.origin
         return (origin.run, origin.attempt, origin.step) == (commit.run, commit.attempt, commit.step)
 
@@ -277,14 +278,14 @@ class CommitRecord:
     One step of a run, complete by itself.
 
     Equal content has equal bytes: nothing here depends on when or where it was written.
-    docs/reference/format.md, section 5.2, has its parts.
+    docs/reference/format.md, section 5.2, describes the fields.
     """
 
     run: str = field(metadata=AS_NAME)
     attempt: int
     """Counted from 1."""
     lineage: tuple[Fork, ...]
-    """Where the attempt forked from an earlier one, where that one did, and so on; empty if it began from nothing."""
+    """Where the attempt forked from an earlier one, where the latter forked, and so on; empty if it did not fork."""
     step: int
     save_number: int
     """
@@ -302,14 +303,14 @@ class CommitRecord:
     """
     One state blob per rank: everything that is not a layer.
 
-    A DCP save has one for all ranks, and may have others for what each rank has of its own.
+    A DCP save has one blob for all ranks, and may have further blobs for each rank's own state.
     """
     layout: SourceLayout
     policy: PolicyUse
     supersedes: tuple[CommitId, ...]
     """Commits of the same run that this one replaces."""
     precision: str = field(default="exact", metadata=OMITTED)
-    """The precision requested for the layers that it saved, some of which may be exact anyway; ``exact`` if all are."""
+    """The precision requested for the layers saved here, some of which may be exact anyway; ``exact`` if all are."""
     flags: tuple[str, ...] = ()
     """Features that a reader must know; see the format page."""
     notes: tuple[str, ...] = ()
@@ -355,11 +356,11 @@ class CodingLoss:
     squares: float
     """The sum of the squares of all errors."""
     greatest_value: float
-    """The greatest of what was coded: for differences, the movement since the reference, otherwise the values."""
+    """The greatest number that was coded: for differences, a movement since the reference; otherwise a value."""
     value_squares: float
 
     def __add__(self, other: Self) -> Self:
-        """Return the loss of both together, under the name of this one."""
+        """Return the combined loss, with the layer and state of this one."""
         return replace(
             self,
             greatest=max(self.greatest, other.greatest),
@@ -370,12 +371,12 @@ class CodingLoss:
 
     @property
     def relative(self) -> float:
-        """The root mean square of the error, relative to that of what was coded; 0 if the latter is 0."""
+        """The root mean square of the errors, divided by that of the coded numbers; 0 if the latter is 0."""
         return float((self.squares / self.value_squares) ** 0.5) if self.value_squares else 0.0
 
     @property
     def relative_greatest(self) -> float:
-        """The greatest error, relative to the greatest value that was coded; 0 if the latter is 0."""
+        """The greatest error, divided by the greatest number that was coded; 0 if the latter is 0."""
         return self.greatest / self.greatest_value if self.greatest_value else 0.0
 
 
@@ -390,7 +391,7 @@ class Observed:
     bytes_reused: int
     """Bytes that were in the store before."""
     losses: tuple[CodingLoss, ...] = field(default=(), metadata=OMITTED)
-    """What its compact layers lost."""
+    """What coding lost of the commit's compact layers."""
 
     @property
     def time(self) -> datetime:
@@ -400,7 +401,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A record as it is in the store."""
+    """A record in the store, with its id and what was observed at the commit."""
 
     _JSON: ClassVar = "run step attempt=record.attempt commit=id"
 

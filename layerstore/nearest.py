@@ -40,14 +40,14 @@ def did_you_mean(names: Iterable[str], *, else_: str = "") -> str:
 
 
 class ByName(dict[str, T]):
-    """A dict of named things: for a name that is not there it raises `NotFound`, which is a `KeyError`."""
+    """A dict of named things: a lookup of a missing name raises `NotFound`, which is a `KeyError`."""
 
     def __missing__(self, name: str) -> T:
         raise unknown("layer", name, self)
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> NotFound:
-    """Return the error for a *name* that is not among the *known*; its hint has the nearest, or else the first ones."""
+    """Return the error for a *name* that is not *known*; its hint lists the nearest names, or the first ones."""
     names = list(known)
     near = nearest(str(name), names)
     first = f"{', '.join(names[:_SHOWN_MAX])}{', …' if len(names) > _SHOWN_MAX else ''}"

@@ -1,4 +1,4 @@
-"""What one rank leaves for the rank that commits: its share of a save, until the parts of all ranks are joined."""
+"""A rank's share of a save, which it leaves for the committing rank to join with the parts of all other ranks."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ class PackedObject:
     """
     A `StoredObject` whose tensors are encoded as they will be in a version blob.
 
-    The rank that commits names a million tensors of other ranks, and looks at none of them.
+    The committing rank writes a million tensors of other ranks to version blobs, and decodes none of them.
     """
 
     id: ObjectId
@@ -35,13 +35,13 @@ class LayerPart:
     layer: str
     objects: tuple[PackedObject, ...]
     references: tuple[PackedObject, ...] = field(default=(), metadata=OMITTED)
-    """The objects that their differences refer to."""
+    """The objects that the differences in *objects* refer to."""
     losses: tuple[CodingLoss, ...] = field(default=(), metadata=OMITTED)
-    """What coding them lost."""
+    """What was lost by coding *objects*."""
 
     @property
     def named(self) -> tuple[PackedObject, ...]:
-        """Every object that is needed to read them."""
+        """Every object that is needed to read the part."""
         return (*self.objects, *self.references)
 
 
@@ -50,7 +50,7 @@ class Part:
     """
     One rank's contribution to an incomplete commit, all of it durable in the store.
 
-    A part without a state says that the rank has failed, and why; the commit is given up.
+    If the part has no state, the rank has failed, *failure* says why, and the commit is given up.
     """
 
     session: str
@@ -61,7 +61,7 @@ class Part:
     agreement: str
     """A hash of everything that all ranks of one save share."""
     layers: tuple[LayerPart, ...]
-    """Those that were due."""
+    """The layers that were due."""
     state: BlobRef | None
     bytes_new: int
     bytes_reused: int

@@ -27,7 +27,7 @@ PrecisionName = Literal["exact", "moments8", "delta8", "delta4"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """One precision: the coding of each part of a layer, empty for what is kept as it is."""
+    """One precision: the coding for each part of a layer; empty for a part that is kept as it is."""
 
     name: str
     help: str
@@ -91,7 +91,7 @@ class Keyframes:
     """Every Nth version of a layer is exact; None: only the first is."""
 
     def is_exact(self, before: int | None) -> bool:
-        """Whether a layer's next version is exact, after *before* compact ones in a row; None if it has no version."""
+        """Whether a layer's next version is exact after *before* consecutive compact ones; None: it has no version."""
         if self.precision.is_exact or before is None:
             return True
         return self.every is not None and before + 1 >= self.every
@@ -113,7 +113,7 @@ def count_or_none(text: str) -> int | None:
 
 
 def keyframes(precision: str, exact_every: int | None) -> Keyframes:
-    """Return what the two options mean; raises InvalidInput if they are invalid."""
+    """Return the `Keyframes` that the two options describe; raises InvalidInput if they are invalid."""
     if precision not in PRECISIONS:
         raise InvalidInput(
             f"there is no precision {precision!r}",
@@ -128,7 +128,7 @@ def keyframes(precision: str, exact_every: int | None) -> Keyframes:
 
 
 def compact_counts(before: Mapping[str, LayerEntry], compact: Collection[str]) -> dict[str, int]:
-    """Return, for each layer that is *compact* now, how many compact versions it has in a row, including this one."""
+    """Return, for each layer that is *compact* now, its number of consecutive compact versions, including this one."""
     return {layer: 1 + (before[layer].compact if layer in before else 0) for layer in compact}
 
 

@@ -8,7 +8,7 @@ class Progress(Protocol):
     """Receives a verb's progress; called from several threads."""
 
     def start(self, what: str, total_bytes: int) -> None:
-        """Begin the phase *what*, which will move *total_bytes*; phases such as ``records`` count those instead."""
+        """Begin the phase *what*, which will move *total_bytes*; a phase such as ``records`` counts records instead."""
 
     def advance(self, size_bytes: int) -> None:
         """Note that *size_bytes* more are done."""

@@ -1,4 +1,4 @@
-"""For which ranks a composite is written or loaded, and what their optimizer continues from."""
+"""The ranks that a composite is written for or loaded on, and what their optimizer continues from."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,17 +15,17 @@ AdamSteps = Annotated[AdamStep, Setting("the optimizer's step counters: the base
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
-    """For which ranks a composite is written, and what their optimizer continues from."""
+    """The ranks that a composite is written for, and what their optimizer continues from."""
 
     world_size: Annotated[int | None, Setting("for how many ranks", metavar="W", default="as many as the base has")] = (
         None
     )
     adam_step: AdamSteps = "unify"
-    moments: Annotated[Moments, Setting("the optimizer's moments: the base's, or zero, its counters too")] = "base"
+    moments: Annotated[Moments, Setting("the optimizer's moments: the base's, or zero with counters at 0")] = "base"
     like: Annotated[
         str | None,
         Setting(
-            "for what FSDP2 saved: the commit that supplies DeepSpeed's own state, advanced by the updates since",
+            "the commit that supplies DeepSpeed's own state for what FSDP2 saved, advanced by the updates since",
             metavar="REF",
             default="the newest of the history",
         ),

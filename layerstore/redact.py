@@ -1,8 +1,8 @@
 """
-URLs for people: what a message, a list or a lock file may show of one.
+URLs for people: how much of a URL a message, a list or a lock file may show.
 
-A key that somebody has put into a URL, in the wrong place or with a typing error, must not reach a terminal, a log or
-a file. So a URL is shown whole only if it can hold none: a scheme, a bucket or host, and a path.
+A key that somebody has put into a URL, in the wrong part or with a typing error, must not reach a terminal, a log or
+a file. So a URL is shown whole only if it cannot hold a key: if it is a scheme, a bucket or host, and a path.
 """
 
 import re
@@ -31,7 +31,7 @@ def shown_url(url: str) -> str:
     scheme, colon, rest = url.partition(":")
     is_known = bool(colon) and scheme.lower() in _SCHEMES
     if scheme.lower() == "file" and rest.startswith("///"):
-        parts = re.split("([?#])", rest, maxsplit=1)  # a folder's name may hold anything else
+        parts = re.split("([?#])", rest, maxsplit=1)  # all other characters are valid in a folder's name
         return f"{scheme}:{''.join(parts[:2])}…" if parts[1:] else url
     head, mark, tail = re.fullmatch(r"([^?#]*)([?#]?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]  # always
     match = _HARMLESS.fullmatch(unquote(head))

@@ -1,9 +1,9 @@
 """
-What a setting of a policy or an output format says about itself, in addition to its field.
+The description of a setting of a policy or an output format, in addition to the type and default of its field.
 
     every: Annotated[int, Setting("a turn at every Nth save", metavar="N")] = 5
 
-From that come the options of the command line, ``filter:every=10`` as text, and the guide's table.
+The command line's options, the parsing of ``filter:every=10`` and the guide's table are made from such descriptions.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting; what its field's type and default say is filled in by `settings_of`."""
+    """A setting; `settings_of` fills in what follows from the type and default of its field."""
 
     help: str
     metavar: str = ""
     """Stands for a value in ``--help``; for a Literal, its words do."""
     read: Callable[[str], object] | None = None
-    """Makes a value from text, or raises InvalidInput, where the field's type alone is not enough."""
+    """Makes a value from text, or raises InvalidInput; needed if the field's type alone is not enough."""
     default: str = ""
-    """In words, where the field's own default does not say it."""
+    """The default in words, if the field's own default is missing or needs explanation."""
     kind: Any = str
     """What the command line takes: a number, one of a Literal's words, or text."""
 
     def value(self, given: object) -> object:
-        """Return what *given* means if it is text; text that is not a number is left to the policy's own check."""
+        """Return the value of *given* if it is text; text that is not a number is left to the policy's own check."""
         if not isinstance(given, str):
             return given
         if self.read is not None:

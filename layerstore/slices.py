@@ -48,7 +48,7 @@ def valid_elements(elements: int, world_size: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addend:
-    """Bytes of an object that are a part of a mean."""
+    """Bytes of an object that go into a mean, and their weight."""
 
     object: BlobRef
     object_offset: int
@@ -70,14 +70,14 @@ class Piece:
     crc32: int | None = None
     """The checksum of a whole slice that is copied; no other bytes have a stored checksum."""
     is_coded: bool = False
-    """Whether the object needs decoding; then *object_offset* is where the bytes would be in an uncoded object."""
+    """Whether the object needs decoding; *object_offset* is then the bytes' offset in the object if it were uncoded."""
     is_measured: bool = False
     """Whether its checksum is wanted but unknown, so that the copy must compute it."""
     mean_of: tuple[Addend, ...] = ()
-    """If it is a mean, all its parts, of *size_bytes* each; the first is *object*'s."""
+    """If the piece is a mean, all its addends, of *size_bytes* each; the first comes from *object*."""
 
     def within(self, begin: int, end: int) -> "Iterator[Piece]":
-        """Yield its part between two offsets of the output file; a converted piece lies there as a whole."""
+        """Yield the piece's part between two offsets of the output file; a converted piece must lie within them."""
         if self.rounding is not None:
             yield self
             return
@@ -98,7 +98,7 @@ class Piece:
 
     @property
     def objects(self) -> tuple[BlobRef, ...]:
-        """All objects that are read for it."""
+        """All objects that are read for the piece."""
         return tuple([part.object for part in self.mean_of]) if self.mean_of else (self.object,)
 
 
@@ -152,7 +152,7 @@ class _Row:
     starts: tuple[int, ...]
     """Where the elements begin in each slice."""
     bounds: tuple[int, ...]
-    """Where the elements of each begin in the parameter, then where the last ones end."""
+    """Where each slice's elements begin in the parameter, then where the last slice's elements end."""
 
 
 def _row_of_runs(slices: Iterable[StoredSlice]) -> _Row:
@@ -181,7 +181,7 @@ def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
 
 
 def _row_of_one(part: StoredSlice, shape: Sequence[int]) -> _Row:
-    """Return a rank's own slice of a tensor of *shape*; raises LayoutMismatch unless ZeRO-3 cuts it that long."""
+    """Return a rank's own slice of a tensor of *shape*; raises LayoutMismatch unless it has ZeRO-3's length."""
     stored, tensor = part.object, part.tensor
     begin = stored.shard * slice_length(prod(shape), stored.shards)
     expected = valid_elements(prod(shape), stored.shards, stored.shard)
@@ -209,7 +209,7 @@ _Part = tuple[StoredSlice, int, int, float]
 """Elements of a slice: where they start, how many, and their weight in a mean."""
 
 Means = Mapping[str, Sequence[tuple[LayerVersion, float]]]
-"""The versions of a layer whose masters are averaged, with their weights, by layer."""
+"""For each layer, the versions whose masters are averaged, with their weights."""
 
 
 class Slices:
@@ -244,7 +244,7 @@ class Slices:
                     self.size_bytes += tensor.elements * by_code(tensor.dtype).bytes
 
     def find(self, kind: Kind, name: str, *, shard: int, state: str = "") -> StoredSlice:
-        """Return one slice; raises LayoutMismatch if the layer lacks it."""
+        """Return one slice; raises LayoutMismatch if it is not stored."""
         stored = self._stored.get((kind, name, state, shard))
         if stored is None:
             raise _not_stored(kind, name, state, f" for rank {shard}")
@@ -293,8 +293,8 @@ class Slices:
         Return the pieces that write the elements *begin* to *end* of a parameter as *dtype*, starting at *offset*.
 
         Raises:
-            LayoutMismatch: They are not stored or, with *as_stored*, not as *dtype*.
-            Unsupported: They are stored as a type that cannot be converted to *dtype*.
+            LayoutMismatch: The elements are not stored or, with *as_stored*, not as *dtype*.
+            Unsupported: The elements are stored as a type that cannot be converted to *dtype*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
         pieces = []
@@ -318,7 +318,7 @@ class Slices:
     def _parts(
         self, kind: Kind, name: str, *, state: str, begin: int, end: int
     ) -> list[tuple[StoredSlice, int, int, Sequence[_Part]]]:
-        """Return the stretches that the elements *begin* to *end* are made of; a mean of several has its parts."""
+        """Return the stretches of the elements *begin* to *end*; each mean of several saves comes with its parts."""
         averaged = self._means.get(name) if kind is Kind.MASTER else None
         if averaged is None:
             return [(*stretch, ()) for stretch in self.stretches(kind, name, state=state, begin=begin, end=end)]
@@ -338,7 +338,7 @@ class Slices:
         Return the slices that hold the elements *begin* to *end* of a parameter, and the position in each.
 
         Raises:
-            LayoutMismatch: They are not stored.
+            LayoutMismatch: The elements are not stored.
         """
         if begin == end:
             return []
@@ -357,15 +357,15 @@ class Slices:
         return self._shards.get((kind, name), 0)
 
     def is_mean(self, name: str) -> bool:
-        """Whether the master of the parameter *name* is a mean, which no object has."""
+        """Whether the master of the parameter *name* is a mean, which no object stores."""
         return name in self._means
 
     def weights_kind(self, name: str, dtype: str) -> Kind:
         """Return the kind to take weights of the type *dtype* from."""
         if self.is_mean(name):
             return Kind.MASTER
-        # Stored weights are what the trainer itself would have saved. Take them if they have the wanted type, or if a
-        # frozen parameter has nothing else; otherwise take the master, which is more precise.
+        # Stored weights are what the trainer itself would have saved. Use them if they have the wanted type, or if a
+        # frozen parameter has nothing else; otherwise use the master, which is more precise.
         if not self.shards(Kind.WEIGHTS, name):
             return Kind.MASTER
         is_wanted = self.dtype(Kind.WEIGHTS, name) == dtype

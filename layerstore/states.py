@@ -1,7 +1,7 @@
 """
-The nouns for what a rank saved besides layers: its trees, small files and gathered weights, and where their bytes are.
+The nouns for what a rank saved apart from layers: trees, small files and gathered weights, and where their bytes are.
 
-As in ``layerstore.model``, fields are those of the blobs on disk.
+As in ``layerstore.model``, the fields are the fields of the blobs on disk.
 """
 
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeFile:
-    """A ``.pt`` file as its tree; layers' bytes are left out and named by their storages' content."""
+    """A ``.pt`` file as its tree, without the bytes of layers: the content of each storage refers to these."""
 
     path: str = field(metadata=AS_PATH)
     tree: Tree = field(metadata=AS_TREE)
@@ -75,10 +75,10 @@ class TensorSource(StrEnum):
     """Where a tensor of a gathered weights file comes from."""
 
     PARAMETER = "parameter"
-    """The layer's stored weights if its version has them, else its master, rounded."""
+    """The parameter's stored weights if the layer's version has them, otherwise its master, rounded."""
     BUFFER = "buffer"
     STORED = "stored"
-    """A separate object, because no parameter has this name, or its bytes differ."""
+    """A separate object, because no parameter or buffer has this name, or its bytes differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

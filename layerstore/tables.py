@@ -1,7 +1,7 @@
 """
 Results as tables: lists of dataclasses that pandas can take, under the names of ``--json``.
 
-pandas is imported only when a frame is asked for.
+pandas is imported only when a frame is requested.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ Row = TypeVar("Row")
 
 
 class Table(list[Row]):
-    """A list of results, one a line; if it is empty, it says why."""
+    """A list of results, shown one a line; an empty table shows why it is empty."""
 
     def __init__(
         self,

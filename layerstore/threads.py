@@ -1,8 +1,8 @@
 """
 Pools of threads that fail cleanly when memory is short.
 
-CPython waits forever for a thread that found no memory to start with, and a pool keeps the work of a thread that could
-not be started. So a thread is started only if there is room for it; a pool that has one thread does without the others.
+CPython waits forever for a thread that runs out of memory while it starts, and a pool keeps the work submitted for a
+thread that could not start. So a thread is started only if there is room for it; a pool needs only its first thread.
 """
 
 import mmap
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 _STACK_BYTES = resource.getrlimit(resource.RLIMIT_STACK)[0]
 _ROOM_BYTES = (32 << 20) + (_STACK_BYTES if _STACK_BYTES != resource.RLIM_INFINITY else 8 << 20)
 """
-Address space: a thread's stack, and far more than it allocates before it works.
+The address space required for a new thread: its stack, and far more than it allocates before it works.
 
 Other threads may take some of it in the meantime: several buffers of 4 MiB in a pool of requests.
 """

@@ -1,5 +1,5 @@
 """
-For Transformers' Trainer: three lines make its own saves go to a store.
+For Transformers' Trainer: three lines send the Trainer's own saves to a store.
 
     from layerstore.transformers import LayerstoreCallback, checkpoint
 

@@ -52,7 +52,7 @@ class Inert:
     arguments: tuple[Tree, ...] = ()
     """The arguments of the callable."""
     made_by_new: bool = False
-    """Whether the pickle says ``cls.__new__(cls, *arguments)`` instead of ``callable(*arguments)``."""
+    """Whether the pickle calls ``cls.__new__(cls, *arguments)`` instead of ``callable(*arguments)``."""
     state: Tree = None
     """The argument of BUILD: attributes, or whatever ``__setstate__`` takes."""
     has_state: bool = False
@@ -79,8 +79,8 @@ class Storage:
     """
     The memory that one or more tensors view; two tensors share memory exactly when they share this object.
 
-    *content* says where its bytes come from: ``Located`` if read from a ``.pt`` file, ``bytes`` if in memory. Higher
-    rooms use their own types of content.
+    *content* is the source of the storage's bytes: ``Located`` if read from a ``.pt`` file, ``bytes`` if in memory.
+    Higher-level packages use their own types of content.
     """
 
     dtype: str
@@ -88,7 +88,7 @@ class Storage:
     elements: int
     """Length of the whole storage."""
     device: str
-    """Its device when it was saved, such as ``cpu`` or ``cuda:3``."""
+    """The device that it was saved on, such as ``cpu`` or ``cuda:3``."""
     content: object = None
 
     @property
@@ -169,7 +169,7 @@ def _pairs(tree: dict[Tree, Tree], replacement: Callable[[Tensor], Tensor]) -> d
 
 
 def changed(tree: dict[Tree, Tree], values: Mapping[Tree, Tree]) -> dict[Tree, Tree]:
-    """Return a copy of *tree* with the *values* of its keys replaced; no key is added."""
+    """Return a copy of *tree* in which *values* replace the values of the same keys; no key is added."""
     items = {key: values.get(key, value) for key, value in tree.items()}
     return OrderedMap(items, tree.attributes) if isinstance(tree, OrderedMap) else items
 
@@ -183,7 +183,7 @@ def with_content(tensor: Tensor, content: object) -> Tensor:
 
 
 class Template:
-    """A tree that is reused many times with other storages, as for the ranks of one save."""
+    """A tree that is reused many times with different storages, as it is for the ranks of one save."""
 
     def __init__(self, tree: Tree, storages: Sequence[Storage]) -> None:
         self._tree = tree
@@ -198,7 +198,7 @@ class Template:
         return made
 
     def storages_of(self, tree: Tree) -> list[Storage] | None:
-        """Return the storages that *tree* has in place of the template's; None if *tree* is not such a copy."""
+        """Return the storages that replace the template's in *tree*; None if *tree* is not a copy made by `filled`."""
         copies: dict[Storage, Storage] = {}
         if not self._is_copy(self._tree, tree, copies, {}) or len(set(copies.values())) != len(self._storages):
             return None
@@ -223,7 +223,7 @@ class Template:
         return made[key]
 
     def _is_copy(self, node: Any, other: Any, copies: dict[Storage, Storage], seen: dict[int, Any]) -> bool:
-        """Whether *other* is *node* with other storages; notes these in *copies*."""
+        """Whether *other* is *node* with different storages; notes these storages in *copies*."""
         key = id(node)
         if not self._has_tensors.get(key, False) or type(node) is not type(other):
             # `filled` shares the parts without tensors: any other object belongs to another tree.
@@ -257,7 +257,7 @@ def _parts(node: Any) -> list[Tree]:
 
 
 def _facts(node: Any) -> list[object]:
-    """Return the rest of *node*, except storages."""
+    """Return everything in *node* but the parts that `_parts` returns and storages."""
     kind = type(node)
     if kind is Tensor:
         return [node.offset, node.shape, node.stride, node.requires_grad, node.is_parameter]

@@ -18,7 +18,7 @@ def size_in_bytes(size: int | str) -> int:
     (5000000000, 1572864, 4096)
 
     Raises:
-        InvalidInput: It is not a size, or less than a byte.
+        InvalidInput: *size* is not a size, or is less than a byte.
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)

@@ -1,7 +1,7 @@
 """
-Migrate a store from an older format to this layerstore's, with one frozen module per step.
+Migrate a store from an older format to that of this layerstore, with one frozen module per step.
 
-To add one, see docs/adr/0024-migrations.md.
+To add a step, see docs/adr/0024-migrations.md.
 """
 
 from layerstore.migrations.runner import STEPS, Migration, migrate, plan_migration

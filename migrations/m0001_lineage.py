@@ -1,9 +1,9 @@
 """
-From format 1 to format 2: a record has its attempt's whole lineage, and dropped commits are in ``trash/``.
+From format 1 to format 2: a record holds its attempt's whole lineage, and dropped commits are in ``trash/``.
 
-In format 1, a record hid a commit by naming it in ``supersedes``, and it could be a record without layers made just for
-that. Format 2 has no such records; the commits that they hid are in ``trash/commits/``. A record's id is the hash of
-its body, so all ids change, including those in ``supersedes`` and in a pin's ``base``. Objects stay the same, byte for
+In format 1, a record hid a commit by listing it in ``supersedes``; a record without layers could be made just for that.
+Format 2 has no records without layers, and hidden commits are in ``trash/commits/``. A record's id is the hash of its
+body, so all ids change, including those in ``supersedes`` and in a pin's ``base``. Objects stay the same, byte for
 byte.
 """
 
@@ -42,7 +42,7 @@ _WAY_ON = "with layerstore 0.1: repair heals it or takes it out of the way, drop
 
 
 def identity_text(fields: Mapping[str, object]) -> bytes:
-    """Return the text of a ``store.json``, which is the same in both formats."""
+    """Return the text of a ``store.json``, whose form is the same in both formats."""
     plain = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     return (json.dumps({**fields, "checksum": digest(plain).hex()}, indent=2, sort_keys=True) + "\n").encode()
 
@@ -109,7 +109,7 @@ class _Row:
     fork: Body | None
     supersedes: tuple[str, ...]
     has_layers: bool
-    """Whether it is a commit; otherwise it only hides others, or stands for a collected one."""
+    """Whether the record is a commit; otherwise it only hides commits, or stands for one that gc removed."""
 
 
 class _Run:
@@ -128,7 +128,7 @@ class _Run:
         self._hidden = {old for row in self._rows.values() for old in row.supersedes}
         self.ids: dict[str, str] = {}
         """The new id of each commit, by its old id."""
-        # Superseded ones first, because the others mention their new ids.
+        # Superseded commits first, because the commits that supersede them refer to their new ids.
         mentions = {old: [other for other in row.supersedes if other in self._rows] for old, row in self._rows.items()}
         for old in TopologicalSorter(mentions).static_order():
             if self._rows[old].has_layers:
@@ -149,7 +149,7 @@ class _Run:
 
     def files(self) -> Iterator[tuple[str, bytes]]:
         """Yield the new records; hidden ones go to the trash."""
-        # A commit that was dropped and saved again differed only in what it superseded; keep the visible one.
+        # A commit that was dropped and saved again differed only in ``supersedes``; keep the visible one.
         hidden_first = sorted(self.ids, key=lambda old: old not in self._hidden)
         for new, old in {self.ids[old]: old for old in hidden_first}.items():
             name = f"commits/{self._run}/{self._rows[old].step}.{new}"
@@ -157,7 +157,7 @@ class _Run:
             yield f"trash/{name}" if old in self._hidden else name, data
 
     def converted(self, body: Body) -> Body:
-        """Return *body*, of a record of this run or of a pin, in format 2."""
+        """Return *body*, from a record of this run or from a pin, converted to format 2."""
         row = _row_of(body)
         changed: Body = {
             "lineage": self._lineage(row),
@@ -211,7 +211,7 @@ def _convert(older: Older) -> Iterator[tuple[str, bytes]]:
     for run in runs.values():
         yield from run.files()
     for name in older.names("pins"):
-        if not name.startswith("."):  # else a network filesystem's own file
+        if not name.startswith("."):  # otherwise, a network filesystem's own file
             yield _pin(older, f"pins/{name}", runs, store_id)
 
 
@@ -224,13 +224,13 @@ def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> tu
     run = runs.get(str(body["run"])) or _Run(older, str(body["run"]), store_id)
     new, base = run.converted(body), str(pin.get("base"))
     if base == id_of(body):
-        run.ids.setdefault(base, id_of(new))  # its commit is gone, but the pin has its record
+        run.ids.setdefault(base, id_of(new))  # the commit is gone, but the pin contains its record
     changed = pin | {"base": run.ids.get(base, base), "record": new}
     return name, seal({"pin": changed}, name=name, store_id=store_id)
 
 
 def _check_settled(older: Older) -> None:
-    """Refuse a store in which a repair or collection by layerstore 0.1 has left something to be decided."""
+    """Refuse a store with files that a repair or collection by layerstore 0.1 left in quarantine or aside."""
     lost = [
         f"{folder}/{name}"
         for repair in older.folders("quarantine")
@@ -254,7 +254,7 @@ def _check_settled(older: Older) -> None:
 STEP = Step(
     source=_OLD,
     target=_NEW,
-    summary="records say their attempt's whole lineage, and dropped commits lie in trash/",
+    summary="records hold their attempt's whole lineage, and dropped commits lie in trash/",
     makes=("commits", "gc", "parts", "pins", "trash"),
     leaves=("quarantine",),
     removes=("locks/gc.reserve", "manifest", "manifest.dropped-*"),

@@ -2,10 +2,10 @@
 Migrate a store to the newest format, step by step (docs/reference/format.md, section 6.12).
 
 New files are written to ``migrating/format-N/`` and synced. Then one rename replaces ``store.json``: before it, the
-store has the old format; after it, the new one. From then on, the work only rolls forward: old folders move to the
-backup, new ones into their places, and ``migrating/`` is removed. Each move can be repeated, and the content of
-``migrating/`` says what is left to do. All locks are held, and a process of an older layerstore checks ``store.json``
-after it has published something, and fails.
+store has the old format; after it, the new one. After the rename, a migration only rolls forward: old folders move to
+the backup, new ones replace them, and ``migrating/`` is removed. Each move can be repeated, and the content of
+``migrating/`` shows what is left to do. All locks are held; a process of an older layerstore that publishes something
+checks ``store.json`` afterwards, and fails.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ class StepOutcome:
 
     step: Step
     files: int | None = None
-    """The number of files that it writes; None if that depends on the previous step, or another run wrote them."""
+    """The number of files that the step writes; None if the previous step decides it, or an earlier run wrote them."""
     size_bytes: int | None = None
-    """Their bytes."""
+    """The total size of these files."""
     backup: Path | None = None
     """The folder with what was replaced."""
 
@@ -50,22 +50,22 @@ class Migration:
     _JSON: ClassVar = "path found format unfinished=is_unfinished steps"
 
     path: Path
-    """The store, links resolved."""
+    """The store's path, with links resolved."""
     found: int
-    """Its format before."""
+    """The store's format before the migration."""
     format: int
-    """Its format after."""
+    """The store's format after the migration."""
     is_unfinished: bool
     """Whether the first step was interrupted after ``store.json`` was replaced, and only needs to be finished."""
     steps: tuple[StepOutcome, ...]
-    """In order; none if there is nothing to do."""
+    """The steps, in order; none if there is nothing to do."""
 
 
 def plan_migration(path: Path, files: Files | None = None) -> Migration:
     """
-    Return the steps that the store at *path* needs; the first is tried without writing.
+    Return the steps that the store at *path* needs; the first step is tried without writing anything.
 
-    Raises what `migrate` raises before it changes anything.
+    Raises the errors that `migrate` raises before changing anything.
     """
     layout, files = layout_at(path), files or Files()
     plan = _look(layout, files, path=path)
@@ -80,15 +80,15 @@ def migrate(path: Path, files: Files | None = None) -> Migration:
     Migrate the store at *path* to the newest format; a store that already has it is not touched.
 
     Durable once this returns. If it raises or is killed, repeat it: until ``store.json`` is replaced, the store is
-    unchanged; after that, only a migration can open it until one has finished.
+    unchanged; after that, only a migration can open the store, until one has finished.
 
     Raises:
-        NoStore: There is none.
-        Unsupported: Its format is newer, or no step starts from it.
-        IntegrityError: Something in it is damaged and cannot be converted; nothing was changed.
+        NoStore: *path* holds no store.
+        Unsupported: The store's format is newer, or no step starts from that format.
+        IntegrityError: Something in the store is damaged and cannot be converted; nothing was changed.
         StorageIO: The disk refused, or is full.
-        Locked: It is in use.
-        Conflict: It was written to during the migration; nothing was changed.
+        Locked: The store is in use.
+        Conflict: The store was written to during the migration; nothing was changed.
     """
     layout, files = layout_at(path), files or Files()
     plan = _look(layout, files, path=path)
@@ -116,7 +116,7 @@ def _look(layout: Layout, files: Files, *, path: Path) -> Migration:
             f"{what} is a store of format {stated}, which this layerstore cannot migrate; nothing was changed",
             hint="layerstore migrate --list",
         )
-    # A step that was interrupted before the exchange starts over: the store still has its source format.
+    # If a step was interrupted before store.json was replaced, it starts over: the store has its source format.
     last = [step for step in STEPS if step.target == stated and files.exists(layout.migrating)]
     todo = last + [step for step in STEPS if step.source >= stated]
     _check_places(layout, files, todo)
@@ -143,7 +143,7 @@ def _check_places(layout: Layout, files: Files, steps: Sequence[Step]) -> None:
 
 @contextlib.contextmanager
 def _locked(layout: Layout, files: Files) -> Iterator[None]:
-    """Hold every lock in the store, or raise Locked at once: a holder may keep one for days."""
+    """Hold every lock in the store, or raise Locked at once: a holder may keep a lock for days."""
     files.make_directory(layout.locks)
     names = {"gc.lock", *(name for name in files.names(layout.locks) if name.endswith(".lock"))}
     with contextlib.ExitStack() as stack:
@@ -161,7 +161,7 @@ def _measured(layout: Layout, files: Files, step: Step) -> StepOutcome:
 
 def _take(layout: Layout, files: Files, step: Step) -> StepOutcome:
     measured = _measured(layout, files, step)
-    files.remove_tree(layout.migrating)  # left by a migration that did not reach the exchange
+    files.remove_tree(layout.migrating)  # left by a migration that did not replace store.json
     try:
         _make(layout, files, step)
     except BaseException:
@@ -173,7 +173,7 @@ def _take(layout: Layout, files: Files, step: Step) -> StepOutcome:
 
 
 def _make(layout: Layout, files: Files, step: Step) -> None:
-    """Write everything new, and sync it; the old ``store.json`` is the first file of the backup."""
+    """Write and sync all new files, and the old ``store.json`` as the first file of the backup."""
     new, old = layout.migrated(step.target), _backup(layout, step)
     identity, listed = files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX), _listing(layout, step)
     folders = {new, old, *(new / name for name in step.makes)}
@@ -187,7 +187,7 @@ def _make(layout: Layout, files: Files, step: Step) -> None:
             file.write_at(0, data)
             file.sync()
         folders.add(path.parent)
-    # All of it is durable before the exchange, which is one rename.
+    # Everything is durable before one rename replaces store.json.
     for folder in sorted(folders):
         files.sync_directory(folder)
     if _listing(layout, step) != listed:
@@ -198,17 +198,17 @@ def _make(layout: Layout, files: Files, step: Step) -> None:
 
 
 def _listing(layout: Layout, step: Step) -> set[Path]:
-    """Return the paths in the folders to be replaced: a pin takes no lock, and some filesystems have no locks."""
+    """Return the paths in the folders to be replaced: a new pin takes no lock, and some filesystems have no locks."""
     return {path for name in step.makes for path in (layout.root / name).rglob("*")}
 
 
 def _backup(layout: Layout, step: Step) -> Path:
-    """Return where old folders are collected until the backup is whole and gets its name."""
+    """Return the folder that collects old folders until the backup is complete and gets its name."""
     return layout.migrating / f"format-{step.source}.old"
 
 
 def _finish(layout: Layout, files: Files, step: Step) -> StepOutcome:
-    """Roll forward after the exchange, from wherever it was interrupted."""
+    """Finish *step* after ``store.json`` was replaced, from wherever an earlier run was interrupted."""
 
     def move(source: Path, target: Path) -> None:
         files.rename(source, target)
@@ -216,12 +216,12 @@ def _finish(layout: Layout, files: Files, step: Step) -> StepOutcome:
         files.sync_directory(target.parent)
         files.sync_directory(source.parent)
 
-    files.sync_directory(layout.root)  # the process that replaced store.json may have died before this
+    files.sync_directory(layout.root)  # the process that replaced store.json may have died before this sync
     old = _backup(layout, step)
     for name in (*step.makes, *step.leaves):
         place, new = layout.root / name, layout.migrated(step.target) / name
         is_new = files.exists(new)
-        # If the new one is already in place, it stays.
+        # A new folder that is already in place stays.
         if files.exists(place) and (is_new or name in step.leaves):
             move(place, old / name)
         if is_new:
@@ -229,7 +229,7 @@ def _finish(layout: Layout, files: Files, step: Step) -> StepOutcome:
     for path in sorted(path for pattern in step.removes for path in layout.root.glob(pattern)):
         files.remove_tree(path) if files.is_directory(path) else files.unlink(path)
     backup = None
-    if files.exists(old):  # else an earlier run moved it
+    if files.exists(old):  # otherwise, an earlier run moved it
         files.make_directory(layout.backups)
         places = (layout.backups / f"format-{step.source}.{number}" for number in itertools.count(1))
         backup = next(place for place in places if not files.exists(place))

@@ -1,9 +1,9 @@
 """
 The definition of a step from one format to the next.
 
-The module of a released step is frozen: it must still work when the library reads another format. So it imports only
-this module, `layerstore.errors`, and canonical msgpack and the checksum from `layerstore.format`; it spells out
-envelopes, records and ``store.json`` itself.
+The module of a released step is frozen: it must still work when the library reads a different format. So it imports
+only this module, `layerstore.errors`, canonical msgpack from `layerstore.format` and the checksum from
+`layerstore.hashing`; it spells out envelopes, records and ``store.json`` itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,8 +56,8 @@ class Step:
     """Converts the old ``store.json``; raises IntegrityError for damage, Unsupported for an unknown flag."""
     convert: Callable[[Older], Iterator[tuple[str, bytes]]]
     """
-    Yields the paths, below the folders in *makes*, and the bytes of the new files, which depend only on the old ones.
+    Yields each new file's path, in a folder of *makes*, and its bytes; both depend only on the old files.
 
-    It checks what it reads: IntegrityError for damage, Unsupported for anything unknown. It is called twice: to
+    It checks all that it reads: IntegrityError for damage, Unsupported for anything unknown. It is called twice: to
     measure, and to write.
     """

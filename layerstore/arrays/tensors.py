@@ -71,12 +71,13 @@ class _Entry:
 
 class Tensors(Mapping[str, "Array"]):
     """
-    Read-only arrays by name, made when they are asked for.
+    Read-only arrays by name, each made on access.
 
     Each object is verified as a whole, once, before the first of its bytes is returned.
     Arrays and the mapping stay valid after the store is closed. An array whose bytes lie together, uncoded, in one
     object is that object's mapped memory (see `is_mapped`); other arrays are copies, and `parts` returns their slices.
-    Types that numpy lacks come as bits: bfloat16 as uint16, 8-bit floats as uint8; `dtype` returns the true type.
+    Types that numpy lacks are returned as bits: bfloat16 as uint16, 8-bit floats as uint8; `dtype` returns the true
+    type.
     Safe to share between threads.
     """
 
@@ -102,14 +103,14 @@ class Tensors(Mapping[str, "Array"]):
         return iter(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries  # the inherited one would make the array
+        return name in self._entries  # the inherited method would make the array
 
     def __getitem__(self, name: str) -> "Array":
         """
         Return the array *name*.
 
         Raises:
-            NotFound: There is no such tensor; it is a KeyError.
+            NotFound: There is no such tensor; this error is a KeyError.
             IntegrityError: The object is damaged or missing.
         """
         import numpy as np
@@ -117,7 +118,7 @@ class Tensors(Mapping[str, "Array"]):
         entry = self._entry(name)
         if self.is_mapped(name):
             return self._array(entry, entry.parts[0]).reshape(entry.shape)
-        # bytes, so that nobody can make the array writable.
+        # As bytes, so that nobody can make the array writable.
         if entry.parts[0].tensor.box:
             data = self._boxes_together(entry)
         else:
@@ -139,7 +140,8 @@ class Tensors(Mapping[str, "Array"]):
         """
         Return the flat slices of *name*, each of them mapped unless it is stored coded.
 
-        There is one for each rank that saved it, in order and without padding; for a buffer, each rank's own copy.
+        There is one slice for each rank that saved the tensor, in rank order and without padding; for a buffer that
+        differs between ranks, each is a rank's own copy.
         Under tensor parallelism, slices are boxes of the tensor, row by row.
         """
         entry = self._entry(name)
@@ -198,7 +200,7 @@ def open_tensors(
     Without *state*, tensors of the optimizer are called ``STATE/NAME``.
 
     Raises:
-        InvalidInput: There is no such kind, or it has no states.
+        InvalidInput: There is no such kind, or *state* was given for a kind that has no states.
         NotFound: The optimizer has no such state.
     """
     wanted_kind = _kind(kind, state)

@@ -97,7 +97,7 @@ def whole(content: ObjectContent, offset: int) -> Piece:
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Join pieces that are adjacent both in the object and in the file, so that one call moves them."""
     joined: list[Piece] = []
-    end = object_end = -1  # of the last piece, which only another plain one can continue
+    end = object_end = -1  # where the last piece ends; -1 unless it is plain, since only plain pieces are joined
     for piece in pieces:
         # Conversions, decoding and measured checksums apply to a single piece.
         is_plain = not (piece.rounding or piece.is_coded or piece.is_measured)
@@ -113,7 +113,7 @@ def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: int, size_bytes: int) -> int:
     """
-    Return the checksum of *size_bytes* from *offset*, which *pieces* fill, in order; gaps are zeros.
+    Return the checksum of the *size_bytes* bytes from *offset*, which *pieces* fill in order; gaps are zeros.
 
     *measured* has the checksums of pieces that have no stored checksum, by offset in the file.
     """
@@ -139,7 +139,7 @@ Fill = Callable[[Storage, int], Iterable[Piece]]
 
 @dataclass(slots=True)
 class Archives:
-    """A file of ``torch.save`` in the making: one archive, or several one after another, filled from objects."""
+    """The plan of a ``torch.save`` file in the making: one archive, or several in sequence, filled from objects."""
 
     path: str
     size_bytes: int = 0
@@ -160,7 +160,7 @@ class Archives:
         pickles: WrittenPickles | None = None,
     ) -> tuple[int, int]:
         """
-        Add *tree*, with *fill* for the storages whose bytes are slices, and return where it starts and its size.
+        Add *tree*, with *fill* for the storages whose bytes are slices; return its archive's start and size.
 
         Large payloads should be aligned to whole pages, which the kernel can copy or share; *name* is the name of the
         folder in the archive.
@@ -258,8 +258,8 @@ def assembling(
     are the work itself: they get one more thread and count as progress, and new infinities are counted. Means get
     three more threads.
     """
-    # One hashing thread fills the memory bus; where rounding or decoding remains, two share it. A mean of ten saves
-    # reads twenty times what it writes: with four threads some read while others compute.
+    # One hashing thread saturates the memory bus; two share the work if bytes are also rounded or decoded. A mean of
+    # ten saves reads twenty times what it writes: with four threads, some read while others compute.
     threads = 4 if has_means else 2 if is_export or repo.coded or not how.verify else 1
     with (
         Threads(threads, thread_name_prefix="verify") as ahead,
@@ -277,7 +277,7 @@ def assembling(
             _stack=stack,
         )
         yield assembly
-        stack.pop_all()  # these files have to be synced before they are closed
+        stack.pop_all()  # these files must be synced before they are closed
         assembly.close()
         # Only once all others are on disk: these files mark the folder as complete.
         for path, data in (last or {}).items():
@@ -308,7 +308,7 @@ class Assembly:
     _shared: list[NewFile] = field(default_factory=list)
     """Files that stay open until the end."""
     _claimed: set[BlobRef] = field(default_factory=set)
-    """Objects that a task has verified or is about to: if one is damaged, that task fails, and all with it."""
+    """Objects that a task has verified or will verify: a damaged object fails its task and the whole assembly."""
     _measured: dict[Path, dict[int, int]] = field(default_factory=dict)
     """Checksum of each part of a slice that was copied, by file and offset."""
 
@@ -320,8 +320,8 @@ class Assembly:
 
     def write(self, outputs: Iterable[OutputFile], shared: Sequence[Supply] = ()) -> None:
         """
-        Write *outputs*, and the *shared* pieces of files that stay open. Everything that is copied from an object is
-        copied at once, while its pages are warm.
+        Write *outputs*, and the *shared* pieces of files that stay open. Everything that is copied from one object is
+        copied together, while the object's pages are warm.
 
         Raises:
             IntegrityError: An object is damaged or missing; the folder is then useless.
@@ -340,12 +340,12 @@ class Assembly:
             shared = ()
 
     def close(self) -> None:
-        """Wait until all files are synced, if they are to be durable, and closed."""
+        """Wait until all files are closed and, if they are to be durable, synced."""
         self._syncing.add(self._shared)
         self._syncing.wait()
 
     def check_converted(self, path: str, checks: Iterable[DerivedCheck]) -> None:
-        """Raise if a tensor of the file *path* was rounded to other bits than when it was saved."""
+        """Raise if a tensor of the file *path* was rounded to bits that differ from the saved ones."""
         if not self.how.verify:
             return
         parts = self.converted.get(self.folder / path, {})
@@ -353,10 +353,10 @@ class Assembly:
         for check in checks:
             begin, end = (bisect_left(starts, at) for at in (check.offset, check.offset + check.size_bytes))
             covered = [parts[start] for start in starts[begin:end]]
-            # Nothing is covered where the weights were stored and copied instead of rounded.
+            # Nothing is covered if the weights were stored, and so were copied instead of rounded.
             if covered and combine_crc32((part.crc32, part.size_bytes) for part in covered) != check.crc32:
                 raise IntegrityError(
-                    f"{path}: {check.name!r}, rounded from its master, is not what it was when it was saved",
+                    f"{path}: {check.name!r}, rounded from its master, does not match its saved checksum",
                     hint="another numpy or processor may round NaNs differently: compose on the machine that saved it",
                 )
 
@@ -393,7 +393,7 @@ class Assembly:
                 future.cancel()
 
     def _prepare(self, repo: Repository, task: _Task) -> None:
-        """Verify the objects, and convert what is to be converted while their pages are warm."""
+        """Verify the objects, and convert the pieces that need conversion while the objects' pages are warm."""
         unverified = {*repo.read_with(task.objects)} - self._claimed if self.how.verify else set()
         # Without a lock: an object that two tasks claim at once is verified twice.
         self._claimed |= unverified
@@ -442,7 +442,7 @@ class Assembly:
                     else:
                         file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
                     self.progress.advance(piece.size_bytes)
-        # It was copied while it was verified: if it is damaged, this raises, and the folder never appears.
+        # The object was copied while it was verified: if it is damaged, this raises, and the folder never appears.
         prepared.result()
 
     def _copy_measured(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
@@ -471,7 +471,7 @@ def _joined(literals: Literals) -> Iterator[tuple[int, bytes]]:
 
 
 def inside(path: str) -> str:
-    """Return *path*, which a state blob gave, if it stays inside the folder that it is relative to."""
+    """Return *path*, from a state blob, if it stays inside the folder that it is relative to; otherwise raise."""
     if not is_inside(path):
         raise IntegrityError(f"a commit's state names the file {path!r}, which would not be inside the folder")
     return path
@@ -481,7 +481,7 @@ def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
     """Gather the pieces of all files by object, or by all objects of a mean."""
     tasks: dict[tuple[BlobRef, ...], _Task] = {}
     for file, pieces in supplies:
-        # Adjacent pieces mostly come from one object, which is then looked up once.
+        # Adjacent pieces mostly come from one object; each such group takes one lookup.
         for _, together in groupby(pieces, attrgetter("object", "mean_of")):
             alike = list(together)
             objects = alike[0].objects

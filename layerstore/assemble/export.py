@@ -38,7 +38,7 @@ class ExportPlan:
     notes: tuple[str, ...]
     """What the reader of the folder should know."""
     seconds: float
-    """How long planning took, including the time to ask Transformers."""
+    """How long planning took, including the queries to Transformers."""
     signs: tuple[str, ...]
     """Every export in this format has at least one of these files."""
     is_older_form: Callable[[Path], bool]
@@ -50,7 +50,7 @@ class ExportPlan:
     links: tuple[tuple[str, str], ...] = ()
     """Second names of files: the new name, and the file's own."""
     weights: tuple[WeightsFile, ...] = ()
-    """The weights files, with the place of each tensor."""
+    """The weights files, with the position of each tensor."""
 
     def __repr__(self) -> str:
         base = self.composition.base
@@ -95,7 +95,7 @@ def execute_export(repo: Repository, plan: ExportPlan, out: Path, how: Writing, 
     Write *plan* to the folder *out*, which appears whole or not at all.
 
     Raises:
-        AlreadyExists: *out* is there, and may not be replaced.
+        AlreadyExists: *out* exists, and must not be replaced.
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
     """
     started = time.monotonic()
@@ -137,10 +137,10 @@ def execute_export(repo: Repository, plan: ExportPlan, out: Path, how: Writing, 
 
 
 def _link(files: Files, path: Path, other: Path) -> None:
-    """Give the file *path* a second name; where there are no hard links, a second copy."""
+    """Give the file *path* a second name, or a second copy if the filesystem has no hard links."""
     files.make_directories(other.parent)
     files.link_exclusive(path, other)
-    if not files.exists(path):  # without hard links, it was moved
+    if not files.exists(path):  # without hard links, the file was moved
         with files.open(other) as source, files.create(path) as file:
             file.copy_from(source, 0, 0, source.size_bytes)
             file.sync()
@@ -161,7 +161,7 @@ def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
 
 
 def export_notes(state: RankState, versions: list[LayerVersion], slices: Slices) -> Iterator[str]:
-    """Say what the export may lack."""
+    """Yield a note for everything that the export may lack."""
     model = TreeView.of(state.model)
     if leaves_out_frozen(state):
         yield "the checkpoint was saved without its frozen parameters, if it has any: they are not in the export"

@@ -1,4 +1,4 @@
-"""Read the bytes of pieces into memory, where no file is written or several objects make up a piece."""
+"""Read the bytes of pieces into memory, for readers that write no file and for pieces made from several objects."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -20,7 +20,7 @@ _MEAN_OPEN_MAX = 64
 
 
 def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) -> Iterator[memoryview]:
-    """Yield *piece*, a mean of up to thousands of objects, as fp32; *hashing* sees their bytes."""
+    """Yield *piece*, a mean of up to thousands of objects, as fp32; *hashing* hashes what is read."""
     assert piece.rounding is not None
     hashing = hashing or Hashing(())
     dtype, _ = piece.rounding
@@ -40,11 +40,11 @@ def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) ->
 
 
 def check_decoded(piece: Piece, checksum: int) -> None:
-    """Raise IntegrityError if *piece*, a whole slice, has another *checksum* than when it was saved."""
+    """Raise IntegrityError if *checksum* differs from the checksum that *piece*, a whole slice, was saved with."""
     if piece.crc32 not in {None, checksum}:
         raise IntegrityError(
             f"object {piece.object.id} is whole, but decodes to other bytes than when it was saved",
-            hint="another numpy or processor may compute otherwise: compose on the machine that saved it",
+            hint="a different numpy or processor may compute differently: compose on the machine that saved it",
             object_id=piece.object.id,
         )
 
@@ -100,7 +100,7 @@ def _convert(repo: Repository, piece: Piece, target: memoryview) -> None:
 
 
 def _stored_chunks(repo: Repository, piece: Piece) -> Iterator[memoryview]:
-    # Only its stretch: otherwise a remote would fetch the whole object.
+    # Request only the piece's stretch: otherwise, the whole object would be fetched from a remote.
     stretch = (piece.object_offset, piece.object_offset + piece.size_bytes)
     with repo.open_object(piece.object, [stretch]) as file:
         yield from chunks_of(file, piece)

@@ -2,7 +2,7 @@
 Plan the weights files of an export: which tensors are in which safetensors file, and where their bytes come from.
 
 Other programs read these files, so their names, their metadata and the order of the index are Transformers' own.
-Within that we pad the header and put whole pages first, so that payloads start on pages and can be reflinked.
+Within these limits, we pad the header and put whole pages first, so that payloads start on pages and can be reflinked.
 """
 
 from bisect import bisect_right
@@ -41,12 +41,12 @@ class WeightTensor:
     shape: tuple[int, ...]
     source: TensorSource = TensorSource.STORED
     layer_name: str = ""
-    """The parameter or buffer that supplies it, or its first elements; empty when stored."""
+    """The parameter or buffer that supplies the tensor, or at least its first elements; empty when stored."""
     runs: tuple[Run, ...] = ()
     """Where its elements come from, if not from all of *layer_name*."""
     stored: ObjectContent | None = None
     crc32: int | None = None
-    """Checksum of the same tensor in the base's own file, if its bytes must be the same."""
+    """Checksum of this tensor in the base's own file, if the bytes written must equal the bytes in that file."""
 
     @property
     def size_bytes(self) -> int:
@@ -121,7 +121,7 @@ def _split(tensors: Iterable[WeightTensor], shard_bytes_max: int) -> Iterator[li
 
 def weights_file(name: str, tensors: Iterable[WeightTensor]) -> WeightsFile:
     """Lay out *tensors* in one file called *name*."""
-    # Whole pages first, so that all of them start on one; then the larger elements, so that all are aligned.
+    # Tensors of whole pages first, so that each starts on a page; then larger element types, so that all are aligned.
     ordered = sorted(
         tensors, key=lambda tensor: (tensor.size_bytes % PAGE_BYTES != 0, -by_code(tensor.dtype).bytes, tensor.name)
     )

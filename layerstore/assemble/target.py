@@ -28,13 +28,13 @@ Force = bool | Literal["foreign"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a folder or file will be, and what it may replace there."""
+    """The path that a folder or file will have, and what it may replace at that path."""
 
     path: Path
     older: tuple[int, ...] | None
-    """The identity of what is there now; None if nothing is."""
+    """The identity of what is at *path* now; None if nothing is."""
     is_empty: bool = False
-    """Whether that is an empty folder."""
+    """Whether there is an empty folder at *path* now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Writing:
     verify: bool = True
     """Whether every byte that is read is checked."""
     durable: bool = True
-    """Whether a power cut after the write ends can tear nothing."""
+    """Whether the result is safe from a power cut once the write ends."""
     force: Force = False
     """Whether an older folder is replaced: only one of ours, or with ``foreign`` any."""
 
@@ -57,8 +57,8 @@ def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, 
     layerstore wrote it, and with ``foreign`` any older one.
 
     Raises:
-        InvalidInput: It is inside the store, contains the store, or is not a path for a folder.
-        AlreadyExists: Something is there that may not be replaced.
+        InvalidInput: *out* is inside the store, contains the store, or is not a path for a folder.
+        AlreadyExists: Something exists at *out* that must not be replaced.
     """
     if force not in (False, True, "foreign"):
         raise InvalidInput(f"force cannot be {force!r}", hint="choose one of: False, True, 'foreign'")
@@ -78,8 +78,8 @@ def checked_file(repo: Repository, out: Path, *, what: str, begins: bytes) -> Ta
     Check that a file may be written at *out*, and return its target; the first bytes *begins* identify an older *what*.
 
     Raises:
-        InvalidInput: It is inside the store, contains the store, or its folder is missing, which may be a typo.
-        AlreadyExists: Something else is there.
+        InvalidInput: *out* is inside the store, contains the store, or its folder is missing, which may be a typo.
+        AlreadyExists: Something else exists at *out*.
     """
     with _looking_at(out):
         path = _placed(repo, out)
@@ -113,9 +113,9 @@ def _placed(repo: Repository, out: Path) -> Path:
     path = Path.cwd() / out  # not resolved: a link at the target itself must be seen
     real, store = path.resolve(), repo.layout.root
     if real == store or store in real.parents:
-        raise InvalidInput(f"{out} is inside the store {store}", hint="choose a place elsewhere with -o")
+        raise InvalidInput(f"{out} is inside the store {store}", hint="choose a path outside the store with -o")
     if real in store.parents:
-        raise InvalidInput(f"{out} contains the store {store}", hint="choose a place elsewhere with -o")
+        raise InvalidInput(f"{out} contains the store {store}", hint="choose another path with -o")
     above = next(folder for folder in path.parents if folder.exists())
     if not above.is_dir():
         raise InvalidInput(f"{out} cannot be made: {above} is not a folder", hint="choose another -o")
@@ -171,7 +171,7 @@ def appearing(repo: Repository, target: Target, *, is_older_form: Callable[[Path
     """
     Yield a folder that becomes *target* at the end, or is removed if anything fails.
 
-    Files at *target* are replaced if the new folder has them too, or if they belong to an older form of it.
+    Files at *target* are replaced if the new folder has them too, or if they belong to an older form of the folder.
 
     Raises:
         AlreadyExists: *target* holds other files too, or something was put there since the check.
@@ -187,11 +187,11 @@ def appearing(repo: Repository, target: Target, *, is_older_form: Callable[[Path
 
 
 def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_form: Callable[[Path], bool]) -> None:
-    """Rename the complete folder *partial* to *target*, and remove what was there if it may be replaced."""
+    """Rename the complete folder *partial* to *target*, and remove the older folder at *target* if that is allowed."""
     files, path = repo.files, target.path
     aside = None
     if target.is_empty:
-        # If it is no longer empty, it stays, and the move below finds its name taken.
+        # If the folder is no longer empty, it stays, and the move below finds the name taken.
         files.remove_empty(path)
     elif target.older is not None:
         aside = _named_like(path, "replaced")
@@ -207,12 +207,12 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
         try:
             files.sync_directory(path.parent)
         except BaseException:
-            # Whether the new folder would survive a power cut is not known: put back what was there.
+            # It is unknown whether the new folder would survive a power cut: put the older one back.
             files.move_folder(path, partial)
             raise
     except BaseException:
         if aside is not None and not files.move_folder(aside, path):
-            warnings.warn(f"what was at {path} is whole at {aside}", stacklevel=2)
+            warnings.warn(f"the older folder {path} is intact at {aside}", stacklevel=2)
         raise
     if aside is not None:
         # Last: until now, the older folder could be put back.
@@ -234,7 +234,7 @@ def _check_nothing_else_is_lost(path: Path, aside: Path, partial: Path, is_older
 def _came_meanwhile(path: Path) -> AlreadyExists:
     return AlreadyExists(
         f"{path} appeared while we were writing; it was left alone",
-        hint="choose another place with -o, or move that one away and repeat the command",
+        hint="choose another path with -o, or move what appeared away and repeat the command",
     )
 
 
@@ -257,7 +257,7 @@ def write_file(repo: Repository, target: Target, data: bytes) -> None:
             raise _came_meanwhile(path)
         files.sync_directory(path.parent)
     finally:
-        # Already gone if it was renamed; a link leaves this name behind.
+        # A rename has removed this name already; a link leaves it behind.
         files.discard(partial)
 
 

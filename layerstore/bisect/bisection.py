@@ -18,7 +18,7 @@ from layerstore.layers import typed
 from layerstore.storage import Repository
 
 _SAVES_LATER = 4
-"""Suspect layers are first taken from the save this many after the first bad one."""
+"""Suspect layers are first taken from a later save: this many saves after the first bad one."""
 _NAMES_MAX = 3
 
 
@@ -33,9 +33,9 @@ class Bisected:
     skipped: tuple[str, ...]
     """Saves between the two that could not be judged."""
     layers: tuple[str, ...] | None
-    """Layers that make the last good save bad; empty if something else does, None if that is not known."""
+    """Layers that make the last good save bad; empty if something else does; None if unknown or not asked for."""
     layers_from: str | None
-    """The save of these layers: the first bad one or a slightly later one; None if layers were not asked for."""
+    """The save that has these layers: the first bad one or one slightly later; None if layers were not asked for."""
     trials: tuple[Trial, ...]
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Bisected:
 
     @property
     def bytes_written(self) -> int:
-        """What all trials have written."""
+        """The bytes that all trials have written."""
         return sum(trial.bytes_written for trial in self.trials)
 
 
@@ -72,9 +72,9 @@ def bisect(
     on_trial: Callable[[Trial], None],
 ) -> Bisected:
     """
-    Find the first bad save after *good* in the history of *bad* and, with *has_layers*, what makes it bad.
+    Find the first bad save after *good* in the history of *bad* and, with *has_layers*, the layers that make it bad.
 
-    Trials are written in *folder*, which keeps the log; *name* identifies *judge*. *on_trial* gets each new trial.
+    Trials are written in *folder*, which also keeps the log; *name* identifies *judge*. *on_trial* gets each new trial.
 
     Raises:
         InvalidInput: *good* is not before *bad* in one history.
@@ -96,7 +96,7 @@ def bisect(
     folder = _prepared(repo, folder)
     with lock(folder / "lock", what=f"the bisection in {folder}", deadline_seconds=0):
         log = Log(repo.files, folder, question)
-        # Use the commits from when it began: the same words may mean others now.
+        # Use the commits from when the bisection began: the references may resolve to other commits now.
         ends = [resolve(repo, commit) for commit in (log.question.good_commit, log.question.bad_commit)]
         judging = _Judging(repo, judge, log, Trials(repo, folder, dtype=dtype), on_trial)
         try:
@@ -112,7 +112,7 @@ def bisect(
 
 
 def _plain(repo: Repository, text: str) -> Resolved:
-    """Return the save that *text* means; raise InvalidInput if it is a mixture, which is in no history."""
+    """Return the save that *text* refers to; raise InvalidInput for a mixture, since a mixture is in no history."""
     save = resolve(repo, text)
     if save.is_mixture:
         raise InvalidInput(f"{text} is a mixture of several saves", hint="name saves of one history: RUN@STEP")
@@ -123,12 +123,12 @@ def _prepared(repo: Repository, folder: Path) -> Path:
     """Make *folder* if needed, and return its path; raise if it holds anything but a bisection."""
     place, store = (Path.cwd() / folder).resolve(), repo.layout.root
     if store in (place, *place.parents) or place in store.parents:
-        raise InvalidInput(f"{folder} is the store's own place", hint="choose another place with --dir")
+        raise InvalidInput(f"{folder} is in the store, or holds it", hint="choose another folder with --dir")
     if repo.files.is_file(place):
-        raise InvalidInput(f"{folder} is not a folder", hint="choose another place with --dir")
+        raise InvalidInput(f"{folder} is not a folder", hint="choose another folder with --dir")
     if not OWN.issuperset(repo.files.names(place)):
         raise AlreadyExists(
-            f"{folder} is there and holds no bisection; nothing was changed", hint="choose another place with --dir"
+            f"{folder} exists and holds no bisection; nothing was changed", hint="choose another folder with --dir"
         )
     repo.files.make_directories(place)
     return place
@@ -217,7 +217,7 @@ def _layers(first: _Contrast, later: _Contrast) -> tuple[tuple[str, ...] | None,
     whole = first(first.differing) if first.differing else "good"
     if whole != "bad":
         return (() if whole == "good" else None), False
-    # A slow fault passes a threshold with a little of every layer; a few saves later, the layer to blame does alone.
+    # A slow fault may cross a threshold only with all layers; a few saves later, the layer to blame crosses it alone.
     blamed = suspect(first.differing, later) if later.is_possible else None
     if blamed is not None:
         if first((blamed,)) == "bad":

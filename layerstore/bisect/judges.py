@@ -11,15 +11,15 @@ from layerstore.json_text import parse_json
 from layerstore.policy import Best
 
 PLACE = "{}"
-"""What stands for the folder in a command."""
+"""The placeholder for the folder in a command."""
 
-# As for `git bisect run`: shells use the codes above these for what is not a verdict.
+# As for `git bisect run`: shells use higher codes if a command could not run or was killed, which is no verdict.
 _SKIP, _BAD_MAX = 125, 124
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What a judge says of one folder."""
+    """A judge's verdict on one folder."""
 
     verdict: TrialVerdict
     metric: float | None = None
@@ -34,13 +34,13 @@ def command_judge(
     on_output: Callable[[str], None],
 ) -> Callable[[Path], Judged]:
     """
-    Return a judge that runs *command* with a folder in the place of ``{}``.
+    Return a judge that runs *command* with a folder's path in place of ``{}``.
 
-    It exits with 0 for good, 125 to skip, and 1 to 124 for bad. With a *metric*, its last line is the
-    number, or a JSON object that has it; beyond the *threshold* is bad. *on_output* gets what it prints.
+    The command exits with 0 for good, 125 to skip, and 1 to 124 for bad. With a *metric*, its last line is the
+    number, or a JSON object with the number; worse than *threshold* is bad. *on_output* gets the command's output.
 
     Raises:
-        InvalidInput: The command has no place for the folder, or only one of *metric* and *threshold* is given.
+        InvalidInput: The command lacks ``{}``, or only one of *metric* and *threshold* is given.
     """
     if not any(PLACE in word for word in command):
         raise InvalidInput(

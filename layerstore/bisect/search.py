@@ -1,7 +1,7 @@
 """
 Searches that ask as few questions as they can: the first bad item of a row, and a minimal bad set.
 
-Pure: *judge* answers, and must remember its answers if they are expensive.
+The functions are pure: *judge* gives the answers, and must cache them if they are expensive.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ def first_bad(count: int, judge: Callable[[int], TrialVerdict]) -> Boundary:
     other item is found to be bad.
 
     Raises:
-        Contradiction: One of them is not what it is said to be.
+        Contradiction: The first or the last item is not what it is said to be.
     """
     good, bad = 0, count - 1
     if (verdict := judge(good)) != "good":
@@ -63,10 +63,10 @@ def first_bad(count: int, judge: Callable[[int], TrialVerdict]) -> Boundary:
 
 def suspect(items: Sequence[Item], judge: Callable[[frozenset[Item]], TrialVerdict]) -> Item | None:
     """
-    Return the only one of *items* that can be bad alone; all of them together are bad, and the empty set is good.
+    Return the only one of *items* that can be bad alone, given that all together are bad and the empty set is good.
 
-    Asks log2 questions: if one half is good, the other is taken to be bad. None if a half could not be judged, or
-    if there are no items.
+    Needs about log2(n) questions: if one half is good, the other is taken to be bad. None if a half could not be
+    judged, or if there are no items.
     """
     rest = list(items)
     while len(rest) > 1:
@@ -80,22 +80,22 @@ def suspect(items: Sequence[Item], judge: Callable[[frozenset[Item]], TrialVerdi
 
 def bad_together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], TrialVerdict]) -> tuple[Item, ...] | None:
     """
-    Return a minimal bad set of *items*, all of which together are bad; the empty set is good.
+    Return a minimal bad set of *items*, given that all together are bad and the empty set is good.
 
-    By delta debugging: no part of the set can be left out. None if that is unknown because a part could not be judged.
+    By delta debugging: no part of the set can be left out. None if a part could not be judged, so that this is unknown.
     """
     parts, has_skipped = 2, False
     while len(items) > 1:
         pieces = list(_pieces(items, parts))
         smaller: tuple[Item, ...] | None = None
         for number, piece in enumerate(
-            # With two pieces, all but one is the other piece, which is asked about anyway.
+            # With two pieces, leaving one out gives the other, which is asked about anyway.
             [*pieces, *(_without(items, left_out) for left_out in pieces if len(pieces) > 2)]
         ):
             verdict = judge(frozenset(piece))
             has_skipped |= verdict == "skip"
             if verdict == "bad":
-                # If one piece is bad by itself, halve it. If all but one are, keep the pieces at their size.
+                # If one piece alone is bad, halve it. If all pieces but one are bad together, keep the pieces' size.
                 smaller, parts = piece, 2 if number < len(pieces) else max(parts - 1, 2)
                 break
         if smaller is not None:

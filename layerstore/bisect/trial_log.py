@@ -41,18 +41,18 @@ class Question:
     """What a bisection asks; the same question continues from its log."""
 
     good: str
-    """As it was typed."""
+    """As the user typed it."""
     bad: str
     judge: str
     """Identifies the judge: a command with its threshold."""
     dtype: str | None
     has_layers: bool
     good_commit: str
-    """What *good* meant when the bisection began."""
+    """The commit that *good* referred to when the bisection began."""
     bad_commit: str
 
     def is_same(self, other: "Question") -> bool:
-        """Whether *other* asks the same question, even if its references mean other commits now."""
+        """Whether *other* asks the same question, even if its references resolve to other commits now."""
         return self._words() == other._words()
 
     def _words(self) -> tuple[object, ...]:
@@ -63,7 +63,7 @@ class Log:
     """A log, open for writing."""
 
     def __init__(self, files: Files, folder: Path, question: Question) -> None:
-        """Continue the log in *folder*, or begin one; raise AlreadyExists if another bisection there has not ended."""
+        """Continue or begin the log in *folder*; raise AlreadyExists if another bisection in *folder* is unfinished."""
         self._files = files
         self._path = folder / _NAME
         self._has_answer = False
@@ -71,7 +71,7 @@ class Log:
         self.trials: list[Trial] = []
         if files.size(self._path):
             known, trials, answer = read_trials(folder)
-            # An unfinished log continues with its first commits; an answered one counts only if they are the same now.
+            # An unfinished log continues with its recorded commits; an answered one counts only if they are unchanged.
             is_same = known == question if answer else known.is_same(question)
             if is_same:
                 self.question, self.trials, self._has_answer = known, trials, bool(answer)
@@ -79,7 +79,7 @@ class Log:
             if trials and not answer:
                 raise AlreadyExists(
                     f"{folder} holds another bisection, which has not ended; nothing was changed",
-                    hint="choose another place with --dir, or remove that one",
+                    hint="choose another folder with --dir, or remove this one",
                 )
         self.discard()
         files.append(self._path, json.dumps(json_fields(question)).encode())
@@ -90,7 +90,7 @@ class Log:
         self._append(json_fields(trial))
 
     def end(self, answer: str) -> None:
-        """Append the *answer*: another bisection may now replace this one."""
+        """Append the *answer*; after that, another bisection may replace this log."""
         if not self._has_answer:
             self._append({"answer": answer})
 
@@ -104,14 +104,14 @@ class Log:
 
 
 def read_trials(folder: Path) -> tuple[Question, list[Trial], str]:
-    """Return the log in *folder*: the question, the trials, and the answer if there is one; raises InvalidInput."""
+    """Return the log in *folder*: the question, the trials, and any answer; raises InvalidInput without a log."""
     path = folder / _NAME
     text = Files().read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
     if not text:
         raise InvalidInput(f"there is no bisection in {folder}", hint="layerstore bisect GOOD BAD -- COMMAND {}")
     first, *lines = text.decode(errors="replace").split("\n")
     try:
-        records = [parse_json(line) for line in lines if line.endswith("}")]  # else torn by a kill
+        records = [parse_json(line) for line in lines if line.endswith("}")]  # a kill tore the others
         answer = next((line["answer"] for line in records if "answer" in line), "")
         return Question(**parse_json(first)), [Trial(**line) for line in records if "answer" not in line], answer
     except (ValueError, TypeError) as exc:

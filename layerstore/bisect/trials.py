@@ -20,7 +20,7 @@ class Trials:
         self._dtype = dtype
 
     def plan(self, composition: Composition) -> ExportPlan:
-        """Return the plan of *composition* as a folder; raises as an export does."""
+        """Return the plan to write *composition* to a folder; raises what an export raises."""
         with naming_damage(self._repo, composition):
             return plan_export(self._repo, composition, dtype=self._dtype)
 
@@ -28,7 +28,7 @@ class Trials:
         """Write *plan* to `folder`, in place of the previous trial."""
         self.end()
         with naming_damage(self._repo, plan.composition):
-            # Not durable: it is judged now, and gone with the next trial.
+            # Not durable: the folder is judged now, and the next trial removes it.
             return execute_export(self._repo, plan, self.folder, Writing(durable=False), progress=Silent())
 
     def end(self) -> None:

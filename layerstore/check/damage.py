@@ -25,7 +25,7 @@ class Cost:
     layers: tuple[str, ...]
     """Layers whose versions are lost, in the model's order."""
     everything: bool
-    """Whether all of it is lost: its record, or a rank's state."""
+    """Whether all of the commit or pin is lost, because its record or a rank's state is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Damage:
 
     @property
     def needed_by(self) -> tuple[str, ...]:
-        """The commits and pins that it affects."""
+        """The commits and pins that the damage affects."""
         return tuple(cost.holder for cost in self.costs)
 
 
@@ -63,15 +63,15 @@ class Holder:
     """A commit or pin that names damaged blobs; without its record, to save memory."""
 
     save: Origin
-    """Which save it is."""
+    """The save that the commit or pin came from."""
     commit: CommitId
     """The commit's own id, or the id of the pin's base."""
     pin: str | None
-    """Its name, if it is a pin."""
+    """The name of a pin; None for a commit."""
     is_shown: bool
-    """Whether it is a pin or a visible commit."""
+    """Whether the holder is a pin or a visible commit."""
     lost: dict[BlobRef, str | None]
-    """The damaged blobs that it names, each with its layer (None for a state blob), in the model's order."""
+    """The damaged blobs that the holder names, each with its layer (None for a state blob), in the model's order."""
     origins: dict[BlobRef, Origin]
     """The saves that wrote these blobs."""
 
@@ -87,9 +87,9 @@ class Holder:
 
 def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved | None = None) -> dict[str, Holder]:
     """
-    Return the commits and pins, by reference, that name one of these version or state *blobs*: all, or *only* one.
+    Return the commits and pins, by reference, that name one of these version or state *blobs*.
 
-    Reads every record.
+    Reads every record, or just the record of *only*.
     """
     holders: list[Holder] = []
     views: dict[str, RunView | None] = {}
@@ -141,7 +141,7 @@ def _names_of(repo: Repository, holders: Sequence[Holder]) -> list[str]:
 
 
 class Costs:
-    """What the loss of blobs costs *holders*; build it once, ask it often."""
+    """What the loss of blobs costs *holders*; build it once, call it often."""
 
     def __init__(self, holders: Mapping[str, Holder]) -> None:
         self._holders = list(holders.items())
@@ -235,13 +235,13 @@ def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection
             else Resolved.of_pin(repo.records.read_pin(holder.pin))
         )
     except LayerstoreError:
-        return ()  # removed meanwhile
+        return ()  # removed since it was listed
     view = repo.catalog.find(holder.save.run)
     for policy in PREDICTABLE:
         try:
             layers = compose_by_policy(repo, resolved, policy, view=view).layers
         except LayerstoreError:
-            continue  # a damaged record below it: what the policy would take is unknown
+            continue  # an earlier record is damaged: which versions the policy would choose is unknown
         if not any(entry.version in blobs for entry in layers):
             intact.append(policy.name)
     if all(_only_moments(repo, resolved, blob, blobs[blob]) for blob in holder.lost):
@@ -250,7 +250,7 @@ def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection
 
 
 def _only_moments(repo: Repository, resolved: Resolved, blob: BlobRef, lost: Collection[ObjectId]) -> bool:
-    """Whether the version has lost nothing but moments, so that its weights can be exported."""
+    """Whether the version *blob* has lost nothing but moments, so that its weights can be exported."""
     entry = next(entry for entry in resolved.record.layers if entry.version == blob)
     try:
         version = repo.version_of(entry)
@@ -265,7 +265,7 @@ def _newest_whole(repo: Repository, run: str, lost: Collection[str]) -> str | No
         return None
     unreadable = {name.step for name in view.damaged}
     for row in view.history(view.attempts[-1]):
-        # If one record of a step cannot be read, which commit the step means is unknown.
+        # If one record of a step cannot be read, it is unknown which commit the step refers to.
         if row.id not in lost and row.step not in unreadable:
             return references_to(repo, [row])[0]
     return None

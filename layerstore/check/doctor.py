@@ -1,8 +1,8 @@
 """
-Doctor: can a store's promises be kept at this place?
+Doctor: can a store's promises be kept at this path?
 
-It tries once everything that the promises depend on; whether a filesystem also holds up when many write at once is for
-its own tests. It works on a store, even one that cannot be opened, and on a folder that is not a store yet.
+It tries everything that the promises depend on, once; it does not test a filesystem under many concurrent writers. It
+works on a store, even one that cannot be opened, and on a folder that is not a store yet.
 """
 
 import os
@@ -75,7 +75,7 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
     if untried:
         findings = [*(finding for finding in findings if finding.check != "space"), _full(layout, untried)]
     if sys.byteorder != "little":
-        text = "its numbers are big-endian, and those of checkpoints are not"
+        text = "this machine is big-endian; checkpoints and stores are little-endian"
         findings.append(Finding("host", "problem", text, "use another host"))
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if open_files != resource.RLIM_INFINITY and open_files < _OPEN_FILES_MIN:
@@ -85,7 +85,7 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
 
 
 def _findings_of(check: str, findings: Iterable[Finding], untried: list[str]) -> list[Finding]:
-    """Return *findings*; if *check* fails, return its error as a finding, or on a full disk, add it to *untried*."""
+    """Return *findings*; if *check* fails, return its error as a finding or, on a full disk, add it to *untried*."""
     try:
         return list(findings)
     except LayerstoreError as exc:
@@ -100,7 +100,7 @@ def _is_full(exc: LayerstoreError) -> bool:
 
 
 def _full(layout: Layout, untried: list[str]) -> Finding:
-    """Return the one problem of a full disk, which says nothing about what could not be tried."""
+    """Return the one finding for a full disk, which leaves open how the *untried* checks would have ended."""
     hint = "free some space there, or choose another disk"
     if layout.identity.exists():
         hint = "layerstore gc --dry-run shows what a gc frees; then layerstore doctor again"
@@ -109,11 +109,11 @@ def _full(layout: Layout, untried: list[str]) -> Finding:
 
 
 def _below_home(path: Path) -> str:
-    """Return *path* without the name of the user's home folder: reports are posted."""
+    """Return *path* without the name of the user's home folder, because people post these reports."""
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):
-        # It is elsewhere, or this user has no home.
+        # The path is outside the home folder, or this user has none.
         return str(path)
 
 
@@ -155,7 +155,7 @@ def _filesystem(root: Path) -> Iterator[Finding]:
     elif mount.is_network:
         text = f"{mounted}: a network filesystem: other hosts may see a commit late, never in part, "
         text += "and what a collection removes frees its space only at the next collection"
-        yield Finding("filesystem", "note", text, "docs/internals/durability.md says what is asked of it")
+        yield Finding("filesystem", "note", text, "docs/internals/durability.md lists what a store needs of it")
     else:
         yield Finding("filesystem", "ok", mounted)
     if mount.kind in _PURGED:
@@ -171,7 +171,7 @@ def _filesystem(root: Path) -> Iterator[Finding]:
 def _nfs(mount: Mount) -> Iterator[Finding]:
     if not {"lookupcache=pos", "lookupcache=none"} & set(mount.how):
         text = "a file that was looked up before another host created it may stay missing here for a minute"
-        hint = "mount with lookupcache=positive; else layerstore looks again for some seconds, then reports it missing"
+        hint = "mount with lookupcache=positive; otherwise layerstore retries for seconds, then reports it missing"
         yield Finding("mount", "note", text, hint)
     if "soft" in mount.how or "softerr" in mount.how:
         text = "mounted soft: if the server is busy for too long, reads and writes fail, and saves with them"
@@ -179,14 +179,14 @@ def _nfs(mount: Mount) -> Iterator[Finding]:
 
 
 def _hosts(layout: Layout) -> Iterator[Finding]:
-    """Say which hosts have held this store's locks: any host that shares it should appear here."""
+    """Report which hosts have held this store's locks: any host that shares the store should appear."""
     seen = hosts_seen(layout.locks)
     mount = mount_of(layout.root)
     others = ", ".join(f"{host} ({since})" for host, since in sorted(seen.items()) if host != host_name())
     if mount is not None and not mount.is_network:
         if others:
-            text = f"{others} locked this store, and this filesystem is local: a copy, or it is served from here"
-            hint = "if it is served from here, mount it here as the other hosts do; otherwise locks are not shared"
+            text = f"{others} locked this store, and this filesystem is local: a copy, or this host serves it to others"
+            hint = "if this host serves it, mount it here as the other hosts do; otherwise locks are not shared"
             yield Finding("hosts", "note", text, hint)
     elif others:
         yield Finding("hosts", "ok", f"seen here: {others}")
@@ -221,7 +221,7 @@ def _index(layout: Layout, files: Files) -> Iterator[Finding]:
 
 
 def _tried_out(layout: Layout, files: Files, untried: list[str]) -> list[Finding]:
-    """Return the findings of all probes, run in the store's ``tmp/``, else in the nearest existing folder."""
+    """Return the findings of all probes, run in the store's ``tmp/``, otherwise in the nearest existing folder."""
     root = layout.root
     place = next(path for path in (root, *root.parents) if path.exists())
     if layout.identity.exists() and layout.tmp.is_dir():
@@ -229,7 +229,7 @@ def _tried_out(layout: Layout, files: Files, untried: list[str]) -> list[Finding
     if not place.is_dir():
         return [Finding("writing", "problem", f"{_below_home(root)} is not a folder", "choose another path")]
     if not os.access(place, os.W_OK | os.X_OK):
-        text = "you may not write here"
+        text = "you have no permission to write here"
         if files.exists(layout.identity):
             return [Finding("writing", "note", f"{text}: queries and compose work, nothing else was tried")]
         return [Finding("writing", "problem", text, "choose another path, or change its owner or mode")]
@@ -247,7 +247,7 @@ def _tried_out(layout: Layout, files: Files, untried: list[str]) -> list[Finding
                 "clock": probes.clock(files, folder),
                 "space": probes.space(files, folder),
             }
-            # Each probe runs only here, so that one that fails does not stop the others.
+            # The probes are generators, and run only here, so that a failing probe does not stop the others.
             return [finding for check, findings in tried.items() for finding in _findings_of(check, findings, untried)]
     except LayerstoreError as exc:
         if _is_full(exc):

@@ -1,5 +1,5 @@
 """
-Probes of a filesystem's abilities, in a folder of their own, through the same seam as the store's writes.
+Probes of a filesystem's abilities, in a folder of their own, through the same `Files` as the store's writes.
 
 Each probe yields findings: the result, and what it means for a store.
 """
@@ -95,7 +95,7 @@ def modes(files: Files, folder: Path, *, root: Path) -> Iterator[Finding]:
 def exclusive_create(files: Files, folder: Path) -> Iterator[Finding]:
     """Try to create a file that exists."""
     is_kept = _creates(files, folder / "once") and not _creates(files, folder / "once")
-    kept, broken = "a file that is there is not created again", "a file that is there is created again"
+    kept, broken = "an existing file is not created again", "an existing file is created again"
     yield _promise("exclusive create", is_kept, kept, broken)
 
 
@@ -111,7 +111,7 @@ def hard_links(files: Files, folder: Path) -> Iterator[Finding]:
         return
     again = files.link_exclusive(second, folder / "linked")
     is_kept = is_new and not again and files.read(folder / "linked", size_bytes_max=64) == b"first"
-    kept, broken = "a name that is taken is not given again", "a name that is taken is given again"
+    kept, broken = "a link does not replace a file", "a link replaces a file"
     yield _promise("hard links", is_kept, kept, broken)
 
 
@@ -178,7 +178,7 @@ def clock(files: Files, folder: Path) -> Iterator[Finding]:
     ahead = []
     for _ in range(_CLOCK_LOOKS):
         files.touch(path)
-        # Each is too small, by a tick of the kernel's clock and by the time of the call: the greatest is nearest.
+        # Each difference is too small, by a clock tick and by the duration of the call: the greatest is most accurate.
         ahead.append((files.modified_ns(path) or 0) / 1e9 - time.time())
         time.sleep(0.005)
     skew_seconds = abs(max(ahead))
@@ -191,20 +191,20 @@ def clock(files: Files, folder: Path) -> Iterator[Finding]:
 
 
 def space(files: Files, folder: Path) -> Iterator[Finding]:
-    """Check how many more bytes and files there is room for."""
+    """Check how many more bytes and files the filesystem has room for."""
     room = files.room(folder)
     files_free = "any number of files" if room.free_files is None else f"{room.free_files:,} more files"
     text = f"{size(room.free_bytes)} of {size(room.total_bytes)} free, {files_free}; a quota may allow less"
     has_few_files = room.free_files is not None and room.free_files < _FREE_FILES_MIN
     if room.free_bytes < _FREE_BYTES_MIN or has_few_files:
-        hint = "layerstore gc frees what nothing needs; layerstore stats says what is stored"
+        hint = "layerstore gc frees what nothing needs; layerstore stats shows what is stored"
         yield Finding("space", "note", text, hint)
     else:
         yield Finding("space", "ok", text)
 
 
 def locks(folder: Path, mount: Mount | None) -> Iterator[Finding]:
-    """Check whether an flock keeps others out: two open files are as separate as two processes."""
+    """Check whether an flock keeps others out; flock treats two open files like two processes."""
     path = folder / "locked"
     with ExitStack() as stack:
         first, second = open_lock_file(path), open_lock_file(path)

@@ -1,5 +1,5 @@
 """
-Repair: damaged files move to the trash, and another store that has them intact supplies them.
+Repair: damaged files move to the trash, and another store that has intact copies supplies these.
 
 ``store.json`` is rewritten with the store id that most records state.
 
@@ -65,13 +65,13 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinElsewhere:
-    """A damaged pin as a source has it, which may be older than ours was."""
+    """A source's copy of a damaged pin, which may be older than the damaged one."""
 
     _JSON: ClassVar = "pin=name reference store=source"
 
     name: str
     reference: str
-    """The RUN@STEP that it means there; for a composite, the base's."""
+    """The RUN@STEP that the pin refers to in the source; for a composite, the base's."""
     source: str
 
 
@@ -84,12 +84,12 @@ class Repaired:
     lost: tuple[Cost, ...] = ()
     """What commits and pins still lack, because no source has it."""
     unreadable: tuple[str, ...] = ()
-    """Commits and pins whose record no source has; gc stops at them."""
+    """Commits and pins whose record no source has; they block gc."""
     reingest: tuple[str, ...] = ()
     """The saves whose checkpoints, ingested again, put back what is lost."""
     pins_elsewhere: tuple[PinElsewhere, ...] = ()
     strangers: tuple[str, ...] = ()
-    """Files and folders among records, pins and parts, but not named like one, left as they are; gc stops at them."""
+    """Files and folders among records, pins and parts whose names fit none of these; left alone, they block gc."""
     newer: tuple[str, ...] = ()
     """Files that only a newer layerstore can read, left as they are."""
     reindexed: bool = False
@@ -113,7 +113,7 @@ def opened_sources(
     Open *sources*, given by the user's names for them, for reading, until the block ends.
 
     Raises:
-        InvalidInput: One is not a store, or is the store to be repaired.
+        InvalidInput: A source is not a store, or is the store to be repaired.
     """
     with contextlib.ExitStack() as stack:
         repos = []
@@ -122,7 +122,7 @@ def opened_sources(
                 other = opened()
             except NotFound as exc:
                 raise InvalidInput(
-                    f"{name} is neither a store nor a remote of this one, and --from takes these",
+                    f"{name} is neither a store nor a remote of this store, as --from requires",
                     hint="to heal from a checkpoint, ingest it again",
                 ) from exc
             stack.callback(other.close)
@@ -223,7 +223,7 @@ class _Repair:
 
     def _take_away(self, path: Path, damage: Damage) -> None:
         if not self._dry_run and self._repo.trash.take_damaged(path) is None:
-            return  # gone meanwhile
+            return  # gone since the verify
         self._note_moved(path, damage)
 
     def _note_moved(self, path: Path, damage: Damage) -> None:
@@ -233,13 +233,13 @@ class _Repair:
     # -- objects -------------------------------------------------------------------------------------------------
 
     def _object(self, damage: Damage) -> bool:
-        """Move the damaged file to the trash and fetch it; return whether a source has it."""
+        """Move the damaged file to the trash, and fetch a sound copy; return False if the object stays lost."""
         assert damage.size_bytes is not None, "verify says the size of every object"
         ref = BlobRef(id=ObjectId(damage.id), size_bytes=damage.size_bytes)
         home = self._repo.layout.object(ref.id)
         before = self._repo.files.identity(home)
         if self._repo.objects.is_whole(home, ref.id):
-            return self._repo.objects.is_sound(home, ref)  # else a record names it with a wrong size
+            return self._repo.objects.is_sound(home, ref)  # if unsound, a record names it with a wrong size
         if self._repo.files.identity(home) != before:
             return True  # an ingest has rewritten it; if not, the next repair finds it
         source = self._source_of(ref)
@@ -247,20 +247,20 @@ class _Repair:
             self._take_away(home, damage)
         if source is not None:
             self._fetch(ref, source, kind=damage.kind)
-        # What lies aside is not lost: readers look there, too.
+        # An object set aside by gc is not lost: readers look for it in that folder, too.
         return source is not None or self._repo.objects.is_sound(self._repo.layout.aside / ref.id, ref)
 
     def _only_refers(self, blob: BlobRef, object_id: str) -> bool:
         """Whether *blob* is a version that needs the object only because its differences refer to it."""
         try:
             version = self._repo.version(blob)
-        except IntegrityError:  # it is a state, or lost itself
+        except IntegrityError:  # *blob* is a state, or is lost itself
             return False
         return object_id in {stored.id for stored in version.references} - {stored.id for stored in version.objects}
 
     def _source_of(self, ref: BlobRef) -> Repository | None:
         for source in self._sources:
-            with contextlib.suppress(IntegrityError):  # missing or damaged there too
+            with contextlib.suppress(IntegrityError):  # missing or damaged in *source* too
                 source.objects.verify(ref)
                 return source
         return None
@@ -270,14 +270,14 @@ class _Repair:
         if not self._dry_run:
             with Transaction(self._repo) as tx:
                 tx.objects.copy(ref, source.objects)
-                # Without a record: one that is here already, or is put back next, names the object.
+                # Published without a record: one that is in the store already, or is put back next, names the object.
                 tx.objects.publish()
         self._fetched[path] = Fetched(kind=kind, path=path, source=source.name, size_bytes=ref.size_bytes)
 
     # -- records -------------------------------------------------------------------------------------------------
 
     def _record(self, damage: Damage) -> bool:
-        """Replace a record, and fetch what it needs; return whether a source has it. If none has, it stays in place."""
+        """Replace a record and fetch what it needs, if a source has both; otherwise leave it and return False."""
         name = self._repo.records.name_at(self._repo.layout.root / damage.path)
         if name is None:
             return False
@@ -285,7 +285,7 @@ class _Repair:
             try:
                 commit = source.records.read(name)
                 self._fetch_needs(commit.record, source)
-            except (IntegrityError, NotFound):  # missing or damaged there too
+            except (IntegrityError, NotFound):  # missing or damaged in *source* too
                 continue
             self._put_back(name, commit, source, damage)
             return True
@@ -294,7 +294,7 @@ class _Repair:
     def _put_back(self, name: RecordName, commit: Commit, source: Repository, damage: Damage) -> None:
         repo = self._repo
         path = repo.layout.record(name.run, name.step, name.id)
-        # It stays in place until it is replaced, so that a repeated repair finds it again.
+        # The damaged record stays in place until it is replaced, so that a repeated repair finds it again.
         if self._dry_run or not self._repo.trash.keep_damaged(path):
             self._take_away(path, damage)
         else:
@@ -313,10 +313,10 @@ class _Repair:
         Fetch what *record* needs and this store lacks.
 
         Raises:
-            IntegrityError: It is missing or damaged in *source* too.
+            IntegrityError: Something needed is missing or damaged in *source* too.
         """
         for blob in record.blobs:
-            # The blob last: once in place, it promises that everything it names is there.
+            # The blob last: once in place, it promises that everything it names is present.
             for ref in (*named_by(source, blob), blob):
                 if self._is_there(ref):
                     continue
@@ -328,7 +328,7 @@ class _Repair:
                 self._fetch(ref, source, kind="object")
 
     def _is_there(self, ref: BlobRef) -> bool:
-        """Whether the store has *ref*, in its full size."""
+        """Whether the store has *ref* at its full size."""
         try:
             return self._repo.objects.find(ref) is not None
         except IntegrityError:
@@ -336,7 +336,7 @@ class _Repair:
 
     def _pins_elsewhere(self, name: str) -> Iterator[PinElsewhere]:
         for source in self._sources:
-            with contextlib.suppress(LayerstoreError):  # missing or damaged there too
+            with contextlib.suppress(LayerstoreError):  # missing or damaged in *source* too
                 record = source.records.read_pin(name).record
                 yield PinElsewhere(name=name, reference=f"{record.run}@{record.step}", source=source.name)
 
@@ -361,7 +361,7 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
     Rewrite ``store.json`` for the store *store_id*; return None if the present one is intact.
 
     More records must state this id than any other. The old file goes to the trash; flags that are still legible in it
-    are kept, because an older layerstore must not write there.
+    are kept, because an older layerstore must not write to a store with flags that it does not know.
 
     Raises:
         InvalidInput: *store_id* is malformed, or not the one that most records state.
@@ -376,7 +376,7 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
             hint="put back a copy of store.json, then layerstore migrate",
         )
     what, data, flags = str(layout.identity), None, None
-    with contextlib.suppress(IntegrityError):  # a link or a folder: replaced as if nothing were there
+    with contextlib.suppress(IntegrityError):  # a link or a folder: replaced as if the file were missing
         data = files.read_if_there(layout.identity, size_bytes_max=OWN_JSON_BYTES_MAX)
     if data is not None:
         try:
@@ -387,13 +387,14 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
     stated = stated_ids(layout, files)
     if not stated:
         raise InvalidInput(
-            f"no record or pin under {layout.root} can be read, so nothing says whose they are; nothing was changed",
+            f"no record or pin under {layout.root} can be read, so the store that they belong to is unknown; "
+            "nothing was changed",
             hint="put back a copy of store.json",
         )
     most, count = stated.most_common(1)[0]
     if most != store_id:
         raise InvalidInput(
-            f"{count} records under {layout.root} are of store {most}, {stated[store_id]} of {store_id}; "
+            f"{count} records under {layout.root} belong to store {most}, {stated[store_id]} to {store_id}; "
             "nothing was changed",
             hint=f"layerstore repair --store-id {most}",
         )
@@ -408,9 +409,9 @@ def _write_identity(layout: Layout, files: Files, store_id: str, flags: tuple[st
         files.make_directory(folder)
     if files.exists(layout.identity):
         Trash(layout, files, RecordStore(layout, files, store_id=store_id)).take_damaged(layout.identity)
-    # When the store was made is unknown; this is for people only.
+    # The store's true time of creation is unknown; this time is for people only.
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     identity = replace(StoreIdentity.new(created=created), store_id=store_id, flags=flags)
     with files.temporary(layout.tmp, identity.encode()) as source:
-        files.link_exclusive(source, layout.identity)  # if somebody has just put one there, that one stays
+        files.link_exclusive(source, layout.identity)  # if somebody has just put a store.json there, that file stays
     files.sync_directory(layout.root)

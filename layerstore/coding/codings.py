@@ -31,13 +31,13 @@ class Coding(Spec):
 
     def encode(self, values: memoryview, reference: memoryview | None, out: memoryview) -> Coded:
         """
-        Code *values* and fill *out*, which may be *reference* itself, with the decoded numbers.
+        Encode *values* and fill *out*, which may be *reference* itself, with the decoded numbers.
 
         *values* are whole blocks, except at the end of a slice. The codes are the same on every machine, however a
-        slice is cut into calls.
+        slice is divided among calls.
 
         Raises:
-            NotCodable: There is NaN, infinity, or a minus sign where none is allowed.
+            NotCodable: A number is NaN or infinite, or has a minus sign where none is allowed.
         """
         from layerstore.coding.kernels import encode
 

@@ -1,7 +1,7 @@
 """
 The arithmetic of the codings, for numpy.
 
-The bytes must be the same on every machine. So only single operations that IEEE 754 rounds correctly are used, and
+The bytes must be the same on every machine, so the code uses only single operations that IEEE 754 rounds correctly, and
 reductions whose order does not matter. Arrays are processed in pieces, which reuse their thread's scratch memory.
 """
 
@@ -51,7 +51,7 @@ _SCRATCH = _Scratch()
 
 
 def encode(spec: Spec, values: Floats, reference: Floats | None, out: Floats) -> tuple[Bytes, Scales, Error]:
-    """Return the codes and the scales of *values*, and what they lose; fill *out* with what they decode to."""
+    """Return the codes and the scales of *values*, and the error; fill *out* with the decoded numbers."""
     assert (reference is not None) == spec.needs_reference
     codes, scales = (np.empty(part.elements, kind) for part, kind in zip(spec.parts(values.size), _KINDS, strict=True))
     lost = Error()
@@ -130,10 +130,10 @@ def _error(values: Floats, coded: Floats, greatest: np.int32, decoded: Floats, s
 
 
 def _sum_of_squares(numbers: Floats, exponent: int, scratch: Floats) -> float:
-    """Return the sum of the squares of *numbers*, which are divided by 2 to the *exponent* while it is computed."""
+    """Return the sum of the squares of *numbers*, dividing them by 2 to the *exponent* during the computation."""
     if exponent:
         numbers = np.multiply(numbers, np.float32(2.0**-exponent), out=scratch)
-    # Its last digits depend on the machine, but they are only shown: no name is a hash of them.
+    # The sum's last digits depend on the machine, but the sum is only shown: it is hashed into no name.
     return float(np.dot(numbers, numbers)) * 4.0**exponent
 
 
@@ -180,7 +180,7 @@ def _unpacked(codes: Bytes, spec: Spec, elements: int) -> Bytes:
     pairs[codes.size :] = 0
     pairs |= pairs << 4
     pairs &= 0x0F0F
-    if spec.kind != "logarithmic":  # in two's complement
+    if spec.kind != "logarithmic":  # extend the sign in two's complement
         small ^= 8
         small -= 8
     return small

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 BLOCK = 128
-"""Elements that share their scales. The first block begins at the start of a slice."""
+"""The number of elements that share scales. The first block begins at the start of a slice."""
 
 
 class NotCodable(ValueError):
@@ -20,7 +20,7 @@ class Error:
     squares: float = 0.0
     """The sum of the squares of these distances."""
     greatest_value: float = 0.0
-    """The largest magnitude among the coded numbers: the differences if there is a reference, else the values."""
+    """The largest magnitude among the coded numbers: the differences to a reference, or without one, the values."""
     value_squares: float = 0.0
     """The sum of the squares of the coded numbers."""
 

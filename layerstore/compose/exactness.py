@@ -1,4 +1,4 @@
-"""Say what in a composition was not kept bit for bit, and find an earlier save that was."""
+"""Describe what in a composition was not kept bit for bit, and find an earlier exact save."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,11 +19,11 @@ def inexact(
     is_live: bool,
 ) -> str | None:
     """
-    Return a sentence that says what in *layers* was not kept bit for bit, None if everything was.
+    Return a sentence about what in *layers* was not kept bit for bit, None if everything was.
 
-    The masters of some layers are *averaged*.
-    Without *moments*, only masters count, since an export of weights has nothing else. The sentence names the newest
-    exact save, and how to use it: an option of the command, or if an engine *is_live*, of ``resume``.
+    *averaged* has, by layer, the versions whose masters are averaged.
+    Without *moments*, only masters count, since an export of weights has nothing else. The sentence states the newest
+    exact save, and how to use it: with an option of the command or, if an engine *is_live*, of ``resume``.
     """
     bits: dict[Kind, int] = {}
     names = set()
@@ -38,7 +38,7 @@ def inexact(
         of_use = coded.keys() & (kinds if moments else kinds - {Kind.OPTIMIZER})
         for kind in of_use:
             bits[kind] = min(coded[kind], bits.get(kind, coded[kind]))
-        # A rank that knows only its own slices may have none of a small layer; the record counts it for all ranks.
+        # A rank that knows only its own slices may lack a small layer; the record counts that layer for all ranks.
         if of_use or isinstance(version, OwnVersion):
             names.add(entry.layer)
     if not bits:
@@ -61,7 +61,7 @@ def _bits(version: LayerVersion) -> dict[Kind, int]:
 
 def _kept_in(bits: Mapping[Kind, int], some: str) -> str:
     """
-    Say in how many *bits* masters and moments were kept; *some* says of how many layers.
+    Describe in how many *bits* masters and moments were kept; *some* is the phrase for how many layers.
 
     >>> _kept_in({Kind.MASTER: 8, Kind.OPTIMIZER: 8}, "")
     'masters and moments were kept in 8 bits'
@@ -79,7 +79,7 @@ def _kept_in(bits: Mapping[Kind, int], some: str) -> str:
 
 
 def _newest_exact(repo: Repository, base: Resolved, *, is_live: bool) -> str:
-    """Say which exact save up to *base* is the newest, and how to use it."""
+    """Describe the newest exact save up to *base*, and how to use it."""
     try:
         name = reference_to(repo, newest_exact(repo, base).record)
     except NotFound:
@@ -90,7 +90,7 @@ def _newest_exact(repo: Repository, base: Resolved, *, is_live: bool) -> str:
 
 
 def earlier_exact(repo: Repository, base: CommitRecord, lost: LayerEntry | None) -> RecordRow | None:
-    """Return the newest exact save below *base* that does not have the *lost* version; None if there is none."""
+    """Return the newest exact save below *base* that does not use the *lost* version; None if there is none."""
     view = repo.catalog.find(base.run)
     try:
         for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
@@ -99,5 +99,5 @@ def earlier_exact(repo: Repository, base: CommitRecord, lost: LayerEntry | None)
             ):
                 return row
     except LayerstoreError:
-        pass  # a record below it is damaged, too, which verify reports
+        pass  # an earlier record is damaged, too; verify reports it
     return None

@@ -2,7 +2,7 @@
 Averages: a composite whose masters are the mean of several saves' masters.
 
 Everything else is the base's: its moments, buffers, frozen weights and files. A version that several of the saves share
-is read once, and counts once for each of them.
+is read once, and counts once for each such save.
 """
 
 import math
@@ -20,7 +20,7 @@ from layerstore.storage import RecordName, Repository
 _LAST = re.compile(r"last:(?P<count>[1-9]\d{0,5})")
 _WEIGHT = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
-# An exponential average ends where a save would weigh less than this fraction of the newest.
+# An exponential average ends where a save would weigh less than this fraction of the newest save's weight.
 _EMA_LEAST = 1e-3
 
 
@@ -48,7 +48,7 @@ def average(
     next save's; *layers* is a pattern.
 
     Raises:
-        InvalidInput: The arguments do not say which saves to average, or with which weights.
+        InvalidInput: The arguments do not determine which saves to average, or their weights.
         NotFound: One of the saves is not in the store.
         LayoutMismatch: One of the saves lacks a layer.
     """
@@ -78,7 +78,7 @@ def average(
         for save in saves:
             entry = save.entries[layer]
             parts[entry.version] = entry, parts.get(entry.version, (entry, 0.0))[1] + save.weight
-        # If all saves share the base's version, that is the mean: it is copied instead of computed.
+        # If all saves share the base's version, that version is the mean: it is copied instead of computed.
         if parts.keys() != {own[layer].version}:
             means[layer] = tuple(parts.values())
     if not means:
@@ -102,19 +102,19 @@ def average(
 
 
 def _check_layers(repo: Repository, composition: Composition, save: _Save, names: list[str], *, are_all: bool) -> None:
-    """Raise LayoutMismatch if *save* lacks one of *names* or, where these *are_all* layers, has another one."""
+    """Raise LayoutMismatch if *save* lacks one of *names*; if these *are_all* layers, also if it has another layer."""
     odd = sorted(set(names) ^ save.entries.keys() if are_all else set(names) - save.entries.keys())
     if odd:
         theirs, ours = references_to(repo, [save.save, composition.base])
         has_it, lacks_it = (theirs, ours) if odd[0] in save.entries else (ours, theirs)
         raise LayoutMismatch(
             f"{has_it} has a layer {odd[0]!r} and {lacks_it} has none: they cannot be averaged",
-            hint="name saves of one model, or with --mean-layers the layers that both have",
+            hint="choose saves of one model, or with --mean-layers the layers that both have",
         )
 
 
 def _is_last(text: str) -> bool:
-    """Whether *text* is ``last:N``; raises InvalidInput if it is meant to be but is malformed."""
+    """Whether *text* is ``last:N``; raises InvalidInput for a malformed ``last:N``."""
     if _LAST.fullmatch(text) is None and (text.strip() == "last" or text.strip().startswith("last:")):
         raise InvalidInput(f"{text!r} does not say how many saves", hint="last:10, say, for the newest ten")
     return _LAST.fullmatch(text) is not None
@@ -140,7 +140,7 @@ def _last_saves(repo: Repository, composition: Composition, of: str | None, ema:
         )
         raise InvalidInput(
             f"{called} has {below}: there are no {count} to average",
-            hint=f"at most last:{len(saves)}, or name saves: A,B:2",
+            hint=f"at most last:{len(saves)}, or list saves: A,B:2",
         )
     return saves[::-1]
 

@@ -1,7 +1,7 @@
 """
-Resolve a recipe in the store: which commits its steps name, and which version of each layer those have.
+Resolve a recipe in the store: find the commits that its steps refer to, and their version of each layer.
 
-Errors begin with the place in the recipe and end with what to do about it.
+Errors begin with the position in the recipe and end with a remedy.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from layerstore.policy.recipe import Choice, Recipe
 
 Found = tuple[RecordRow | None, Mapping[str, LayerEntry]]
-"""The row of the commit that a reference names (None for a pin), and its entries for the wanted layers."""
+"""The row of the commit that a reference resolves to (None for a pin), and its entries for the wanted layers."""
 
 
 def _read_recipe(repo: Repository, path: Path) -> "Recipe":
     from layerstore.policy.recipe import parse_recipe, read_text  # imports yaml, which nothing else needs
 
     try:
-        # Resolved first: the user's own link to a recipe is fine, but this reader follows none.
+        # Links are resolved first: users may link to a recipe, but `read` follows no links.
         content = repo.files.read(path.resolve(), size_bytes_max=RECIPE_BYTES_MAX)
     except (IntegrityError, StorageIO) as exc:
         raise InvalidInput(f"the recipe cannot be read: {exc}", hint="name a YAML file with --recipe") from exc
@@ -38,11 +38,11 @@ def _read_recipe(repo: Repository, path: Path) -> "Recipe":
 
 def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Composition:
     """
-    Take each layer from where the recipe in the file *path* says; *run* is the default for steps without a run.
+    Take each layer from the save given by the recipe in the file *path*; *run* is the default for steps without a run.
 
     Raises:
-        InvalidInput: It is not a recipe, or does not fit the model of its base.
-        NotFound: A step that it names is not in the store.
+        InvalidInput: The file is not a recipe, or the recipe does not fit the model of its base.
+        NotFound: A step of the recipe is not in the store.
     """
     from layerstore.policy.recipe import ModelOutline, outline_of
 
@@ -84,7 +84,7 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
 def _sources_of(
     repo: Repository, choices: Mapping[str, "Choice"], notes: list[str], *, run: str, back: int
 ) -> list[Found]:
-    """Look up the source of each layer in *choices*, each run and commit once; add older layers to *notes*."""
+    """Look up the source of each layer in *choices*, each run and commit only once; note older layers in *notes*."""
     references = {layer: choice.reference(run=run, back=back) for layer, choice in choices.items()}
     pins, view_of = frozenset(repo.records.pin_names()), cache(repo.catalog.view)
     sources: dict[str, Found] = {}
@@ -113,7 +113,7 @@ def _sources_of(
 
 
 def _open_run(repo: Repository, recipe: "Recipe", run: str | None) -> str:
-    """Return the run for steps without one: the base's, else *run*, else the recipe's default, else the only run."""
+    """Return the default run of steps: the base's, else *run*, else the recipe's default, else the only run."""
     if recipe.base.run is not None:
         return recipe.base.run
     if run is not None:
@@ -151,7 +151,7 @@ def _back_of(repo: Repository, record: CommitRecord) -> int:
 
 @contextmanager
 def _explained(choice: "Choice", run: str) -> Iterator[None]:
-    """Prefix errors with the place in the recipe, and say how to ingest a missing step."""
+    """Prefix errors with the position in the recipe; for a missing step, hint how to ingest it."""
     try:
         with choice.spot.located():
             yield

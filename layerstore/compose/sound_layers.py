@@ -1,4 +1,4 @@
-"""Damage in a composition: older versions replace what is lost."""
+"""Replace the damaged layers of a composition with older versions."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from layerstore.storage import Repository
 
 def without_damaged(repo: Repository, composition: Composition) -> Composition:
     """
-    Replace each damaged layer by an older version: the newest sound one in the history below the base.
+    Replace each damaged layer with its newest sound version in the history below the base.
 
     Reads every byte of the chosen versions.
 
@@ -19,7 +19,7 @@ def without_damaged(repo: Repository, composition: Composition) -> Composition:
         IntegrityError: A layer has no sound version that fits, or something other than a layer is damaged.
     """
     base = composition.base
-    # First check what no older version can replace.
+    # First check the states, which no older version can replace.
     for state in base.states:
         for ref in (state, *objects_of_state(repo.state(state))):
             repo.objects.verify(ref)
@@ -63,10 +63,10 @@ def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> L
         entry = row.entries([damaged.layer]).get(damaged.layer)
         if entry is None or entry.version in seen:
             continue
-        # Saves that inherit a version name it again, and reading it takes long.
+        # Saves that inherit a version list it again; it is read once, since that takes long.
         seen.add(entry.version)
         if _problem(repo, entry) is None and (like is None or difference(like, repo.version_of(entry)) is None):
-            # The row is only what the index says: the record must say the same.
+            # The row comes from the index, so make sure that the record agrees.
             repo.catalog.check(row.name, [entry])
             return entry
     return None

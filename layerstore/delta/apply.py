@@ -32,7 +32,7 @@ class Applied:
 
     folder: Path
     name: str
-    """The commit whose weights the folder has now, or the version's number."""
+    """The commit whose weights the folder has now, or the version number if the delta states no commit."""
     base_name: str
     tensors: int
     """The number of tensors that the delta changes."""
@@ -48,11 +48,11 @@ class Applied:
 
 def apply_delta(delta: Path, folder: Path) -> Applied:
     """
-    Turn the weights in *folder*, an export of the base of *delta*, into those of its target.
+    Turn the weights in *folder*, an export of the base of *delta*, into those of the delta's target.
 
     Raises:
-        SourceCheckpoint: *delta* or *folder* is damaged, or is no delta or no export.
-        LayoutMismatch: The folder is an export of another base, or a checkpoint with shards; nothing was changed.
+        SourceCheckpoint: *delta* is damaged or not a delta, or *folder* is damaged or not an export.
+        LayoutMismatch: The folder is an export of a different base, or a checkpoint with shards; nothing was changed.
     """
     started = time.monotonic()
     files, content = Files(), read_delta(delta)
@@ -71,11 +71,11 @@ def apply_delta(delta: Path, folder: Path) -> Applied:
                 _patch(file, source, changes, content.encoding)
                 written += source.size_bytes
             done.append((partial, path))
-        # Only now that every new file is written and matches its checksums; until here nothing has changed.
+        # Rename only now, when every new file is written and matches its checksums: until now no weights have changed.
         for partial, path in done:
             files.rename(partial, path)
         if (delta / SUMMARY).is_file() and (folder / SUMMARY).is_file():
-            # After the weights, since it says which commit they are from.
+            # After the weights, since the summary states which commit they come from.
             _copy(files, delta / SUMMARY, folder / SUMMARY)
         files.sync_directory(folder)
     return Applied(
@@ -101,7 +101,7 @@ def _checked(delta: DeltaFolder, held: Mapping[str, GatheredSource], folder: Pat
                 f"{folder} has no tensor {name!r}, which the delta names; nothing was changed",
                 hint="is it an export of the same model?",
             )
-    # The target's, too, since an apply that was killed may be repeated.
+    # The target's checksum is accepted, too, since an apply that was killed may be repeated.
     expected = {name: {tensor.base, tensor.target} for name, tensor in delta.tensors.items()}
     expected |= {name: {checksum} for name, checksum in delta.unchanged.items()}
     actual = {name: _checksum(held[name]) for name in expected}
@@ -159,14 +159,14 @@ def _patch(
     file: NewFile, source: OpenFile, changes: Sequence[tuple[GatheredSource, DeltaTensor]], encoding: Encoding
 ) -> None:
     """Write *source* with *changes* to *file*."""
-    # Where the filesystem can share blocks, only the changes are written.
+    # If the filesystem can share blocks, only the changes are written.
     if not file.clone(source):
         file.set_size(source.size_bytes)
         for begin, end in _unchanged_stretches(source.size_bytes, [held for held, _ in changes]):
             file.copy_from(source, begin, begin, end - begin)
     for held, tensor in changes:
         data = bytearray(source.read_at(held.offset_bytes, held.size_bytes))
-        # Checked before it is read into memory: the header may claim any size.
+        # Check the size before reading the part into memory: the header may claim any size.
         if max(size_bytes for _, _, size_bytes in tensor.parts) > part_bytes_max(held.size_bytes, dtype=held.dtype):
             raise _wrong(tensor)
         try:
@@ -182,12 +182,12 @@ def _patch(
 def _wrong(tensor: DeltaTensor) -> SourceCheckpoint:
     return SourceCheckpoint(
         f"{tensor.name!r} does not match its checksum after applying the delta; nothing was changed",
-        hint="copy the delta again; if it has no checksums of its base, it may be for another one",
+        hint="copy the delta again; if it has no checksums of its base, it may be for another base",
     )
 
 
 def _unchanged_stretches(size_bytes: int, changed: Sequence[GatheredSource]) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each stretch of a file that stays as it is."""
+    """Yield the begin and end of each unchanged stretch of a file."""
     begin = 0
     for tensor in sorted(changed, key=lambda place: place.offset_bytes):
         if tensor.offset_bytes > begin:

@@ -1,8 +1,8 @@
 """
-What changed in one tensor: ``xor`` of its bytes, compressed, or ``sparse`` elements, made in blocks.
+The changes in one tensor, computed in blocks: either the ``xor`` of all bytes, compressed, or the changed elements.
 
-The first is the encoding of slime's deltas on disk, which SGLang's ``/pull_weights`` applies. The second has flat
-indices and values, like vLLM's sparse patches.
+``xor`` is the encoding of slime's deltas on disk, which SGLang's ``/pull_weights`` applies. The other, ``sparse``, has
+flat indices and values, like vLLM's sparse patches.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 COMPRESSIONS: dict[Encoding, str] = {"xor": "zstd", "sparse": "none"}
 
 INDICES, VALUES = ".indices", ".values"
-"""The suffixes that name the parts of a sparse tensor, after its name."""
+"""The suffixes that a sparse tensor's parts append to its name."""
 
 # Indices take several times the bytes of 16-bit elements, so they are never made for a whole tensor at once.
 _BLOCK_BYTES = 16 * MIB
@@ -32,18 +32,18 @@ _BLOCK_BYTES = 16 * MIB
 _LEVEL = 1
 """The zstd level: higher ones take several times as long to save a few percent."""
 
-_INDICES_MAX = 1 << 31  # a file has them as signed 32-bit integers
+_INDICES_MAX = 1 << 31  # files store indices as signed 32-bit integers
 
 Parts: TypeAlias = "dict[str, Array]"
-"""What changed in a tensor, by the names of its parts in a file."""
+"""The parts that encode a tensor's changes, by their names in a file."""
 
 
 def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding) -> tuple[Parts, int]:
     """
-    Return the parts that turn *old* into *new*, the bytes of the tensor *name*, and how many elements changed.
+    Return the parts that turn the bytes *old* of the tensor *name* into *new*, and the number of changed elements.
 
     Raises:
-        Unsupported: It has too many elements for the encoding.
+        Unsupported: The tensor has too many elements for the encoding.
     """
     import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name once this is imported
     import numpy as np
@@ -52,7 +52,7 @@ def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: En
     width = by_code(dtype).bytes
     if encoding == "sparse" and len(new) // width >= _INDICES_MAX:
         raise Unsupported(f"{name!r} has {len(new) // width} elements, too many for sparse", hint="--encoding xor")
-    # Given the size, the frame states it, and a reader checks that before it decompresses.
+    # Given the size, the frame header states it, and a reader checks it before decompressing.
     compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=len(new))
     compressed: list[bytes] = []
     indices: list[Array] = []
@@ -76,8 +76,8 @@ def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: En
 
 
 def part_bytes_max(size_bytes: int, *, dtype: str) -> int:
-    """Return the size that no part of a tensor of *size_bytes* exceeds."""
-    # Ample for what zstd adds to bytes that it cannot compress; or an index of 4 bytes for each element.
+    """Return the maximum size of a part of a tensor of *size_bytes*."""
+    # For xor, more than zstd adds to bytes that it cannot compress; for sparse, an index of 4 bytes per element.
     return max(size_bytes + size_bytes // 128 + 1024, 4 * size_bytes // by_code(dtype).bytes)
 
 

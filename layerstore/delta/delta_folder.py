@@ -1,9 +1,9 @@
 """
-The folder of a delta: safetensors files with what changed, and an index that names the two versions.
+The folder of a delta: safetensors files with the changes, and an index that identifies the two versions.
 
-The layout is that of slime's deltas on disk: a checksum of each new tensor in the files' metadata, under its name, and
-``version``, ``base_version`` and the encoding in the index. We add checksums of all tensors before the delta, and the
-names of the two commits.
+The layout is slime's for deltas on disk: the files' metadata has the checksum of each new tensor, by the tensor's name,
+and the index has ``version``, ``base_version`` and the encoding. We add checksums of all tensors before the delta, and
+the names of the two commits.
 """
 
 import json
@@ -54,7 +54,7 @@ class DeltaWriter:
             self._flush()
 
     def finish(self, *, version: int, base_version: int, name: str, base_name: str) -> None:
-        """Write what is left, and the index; *name* and *base_name* are the commits' names."""
+        """Write the remaining tensors, and the index; *name* and *base_name* are the commits' names."""
         self._flush()
         metadata = {
             "version": f"{version:06d}",
@@ -113,7 +113,7 @@ class DeltaTensor:
     target: str
     """The checksum after the delta."""
     base: str | None
-    """The checksum before the delta; None if the delta does not have it."""
+    """The checksum before the delta; None if the delta does not state it."""
 
     def read(self) -> list[bytes]:
         """Return the bytes of its parts, in the order of `encode_tensor`."""
@@ -130,13 +130,13 @@ class DeltaFolder:
 
     path: Path
     name: str
-    """What it makes: a commit's name, or a version's number."""
+    """The target: a commit's name, or a version number."""
     base_name: str
     encoding: Encoding
     tensors: Mapping[str, DeltaTensor]
     """By name."""
     unchanged: Mapping[str, str]
-    """The checksums of all other tensors, if the delta has them."""
+    """The checksums of all other tensors, by name, if the delta states them."""
 
 
 def is_delta(path: Path) -> bool:
@@ -157,7 +157,7 @@ def read_delta(path: Path) -> DeltaFolder:
 
     Raises:
         SourceCheckpoint: *path* is not a delta, or is damaged.
-        Unsupported: It is encoded or compressed in another way, or has other checksums.
+        Unsupported: The delta uses an unknown encoding, compression or kind of checksum.
     """
     if not is_delta(path):
         raise SourceCheckpoint(
@@ -166,7 +166,7 @@ def read_delta(path: Path) -> DeltaFolder:
         )
     fields = parse_json(read_source_file(path / WEIGHTS_INDEX, size_bytes_max=RECORD_BYTES_MAX))
     metadata, placed = fields["metadata"], fields.get("weight_map")
-    # slime's own deltas lack the checksums that we add; then only those after the delta can be compared.
+    # slime's own deltas lack the checksums that we add; then only tensors after the delta can be verified.
     encoding, bases = metadata["delta_encoding"], metadata.get("base_checksums", {})
     formats = metadata.get("compression_format"), metadata.get("checksum_format")
     if encoding not in ENCODINGS or formats != (COMPRESSIONS[cast("Encoding", encoding)], CHECKSUM):
@@ -197,7 +197,7 @@ def read_delta(path: Path) -> DeltaFolder:
     )
 
 
-# Our names of the commits, or slime's numbers.
+# The metadata keys: our commits' names, or else slime's version numbers.
 _NAMES = (("name", "version"), ("base_name", "base_version"))
 
 

@@ -1,7 +1,7 @@
 """
-A delta between two composites' weights, as an export of each would have them, for inference servers that hold one.
+A delta between the exported weights of two composites, for inference servers that hold an export of the first.
 
-Each tensor is built in memory, twice if the two are made from different objects, and compared.
+Each tensor is built in memory for both composites, or once if both make it from the same objects, and compared.
 """
 
 import time
@@ -41,7 +41,7 @@ from layerstore.storage import Repository
 from layerstore.units import size
 
 _ONE_FILE = 1 << 62
-"""The size limit of both plans: all tensors are in one file, so that it does not matter where files end."""
+"""The file size limit of both plans: all tensors are in one file, so that file boundaries do not matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class DeltaWritten(Exported):
     )
 
     since: str
-    """The base that it applies to."""
+    """The base that the delta applies to."""
     encoding: Encoding
     tensors: int
     tensors_changed: int
@@ -82,14 +82,15 @@ def write_delta(
     progress: Progress,
 ) -> DeltaWritten:
     """
-    Write to the folder *out* what turns an export of the commit *since* into one of *composition*.
+    Write to the folder *out* the delta that turns an export of the commit *since* into an export of *composition*.
 
     Raises:
-        LayoutMismatch: The tensors of the two differ in names, types or shapes.
+        LayoutMismatch: The tensors of the two exports differ in names, types or shapes.
     """
     started = time.monotonic()
     base = compose_latest(resolve(repo, since))
-    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)  # exports may have it
+    # An export may have such an index, too.
+    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)
     if target.older is not None and not target.is_empty and not is_delta(target.path):
         raise AlreadyExists(f"{out} is an export, not a delta, so it is not replaced", hint="choose another -o")
     plans = [plan_export(repo, end, dtype=dtype, max_shard_size=_ONE_FILE) for end in (base, composition)]
@@ -106,7 +107,7 @@ def write_delta(
         for name, tensor in new.tensors.items():
             progress.advance(tensor.size_bytes)
             old_data = old.read(name)
-            # The same pieces give the same bytes, which are then read only once.
+            # Equal pieces give equal bytes, so they are read only once.
             new_data = old_data if old.pieces(name) == new.pieces(name) else new.read(name)
             if old_data == new_data:
                 writer.unchanged(name, object_id(old_data))
@@ -154,14 +155,14 @@ def _check_alike(old: "_Weights", new: "_Weights", before: str, called: str) -> 
 
 
 def _names(repo: Repository, *compositions: Composition) -> list[str]:
-    """Return the name of each composition; several may have the same base."""
+    """Return a name for each composition; several compositions may have the same base."""
     references = references_to(repo, [composition.base for composition in compositions])
     pairs = zip(compositions, references, strict=True)
     return [name if composition.mixture is None else f"a composite of {name}" for composition, name in pairs]
 
 
 class _Weights:
-    """The tensors of an export, read without writing it."""
+    """The tensors of an export that is planned but not written."""
 
     def __init__(self, repo: Repository, plan: ExportPlan, *, verify: bool) -> None:
         self._repo = repo
@@ -197,7 +198,7 @@ class _Weights:
         return data
 
     def _cut(self, name: str) -> Iterator[Piece]:
-        """Yield the tensor's pieces, cut at its ends: plain ones may extend into the next tensor."""
+        """Yield the tensor's pieces, cut at the tensor's ends: a plain piece may extend into the next tensor."""
         output, begin = self._placed[name]
         end = begin + self.tensors[name].size_bytes
         at = max(bisect_right(output.pieces, begin, key=lambda piece: piece.offset) - 1, 0)

@@ -1,9 +1,9 @@
 """
-The demo, from top to bottom: a real DeepSpeed ZeRO-3 training goes through a store and comes out the same.
+The demo, from top to bottom: a real DeepSpeed ZeRO-3 training run resumes from a store with identical results.
 
 Losses do not depend on every weight (for example, the embedding of a byte that is not in the text), so the layers that
-both trainings save at the last step are compared, too: they have the same version only if all their weights and moments
-are the same bytes. All numbers are measured in this run. Only the ranks load torch and DeepSpeed.
+both training runs save at the last step are compared, too: they have the same version only if all weights and moments
+are the same bytes. All numbers are measured by this demo. Only the ranks load torch and DeepSpeed.
 """
 
 import json
@@ -87,7 +87,7 @@ def _run(folder: Path, report: Callable[[str], object]) -> DemoFacts:
         facts["saved"].append(_usage(name, store.path, new))
     facts["sizes"] = {"checkpoints": _size_bytes(saved), "store": _size_bytes(facts["store"])}
     with open_store(facts["store"]) as store:
-        for tag in TAGS:  # needs no more space here, and gives the report layers of different ages to show
+        for tag in TAGS:  # takes no more space in this store, and the report can show layers of different ages
             store.ingest(saved, run="demo-filter", tag=tag, policy=POLICIES["filter"])
         begin("compose", f"composing demo@{BASE}: as it is, mixed by parity, and for one rank")
         exact, mixed = store.compose(f"demo@{BASE}"), store.compose(f"demo@{BASE}", policy="parity")
@@ -124,7 +124,7 @@ def _run(folder: Path, report: Callable[[str], object]) -> DemoFacts:
 
 
 def _train(folder: Path, out: str, *composites: str, steps: int = STEPS, ranks: int = 2) -> list[list[float]]:
-    """Train from each of *composites*, or from the beginning; return the losses of each training."""
+    """Train from each of *composites*, or from the beginning; return the losses of each training run."""
     paths = [str(folder / "work" / name) for name in (out, *composites)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(ranks), "-m", "layerstore.demo.training", str(steps), *paths]
@@ -132,7 +132,7 @@ def _train(folder: Path, out: str, *composites: str, steps: int = STEPS, ranks: 
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": PATH}
     settings |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     log = folder / "logs" / f"{out}.log"
-    # In a session of its own, so that only we get Ctrl-C, and torchrun ends its ranks cleanly.
+    # In a session of its own, so that only this process gets Ctrl-C, and torchrun can end its ranks cleanly.
     with (
         log.open("wb") as output,
         subprocess.Popen(
@@ -142,10 +142,10 @@ def _train(folder: Path, out: str, *composites: str, steps: int = STEPS, ranks: 
         try:
             status = process.wait()
         finally:
-            process.terminate()  # does something only if we were interrupted
+            process.terminate()  # has an effect only if we were interrupted
             process.wait()
     if status != 0:
-        raise LayerstoreError(f"the training on {ranks} ranks failed; its log is {log}", log=str(log))
+        raise LayerstoreError(f"training on {ranks} ranks failed; its log is {log}", log=str(log))
     return [list(map(float, losses)) for losses in json.loads((folder / "work" / out / "losses.json").read_text())]
 
 
@@ -166,7 +166,7 @@ def _mixture(mixed: Composite, saved: Composite) -> DemoFacts:
 
 
 def same_layers(expected: Composite, actual: Composite) -> dict[str, bool]:
-    """Return for every layer whether both have the same version: the same weights and moments, bit for bit."""
+    """Return for each layer whether both composites have one version: the same weights and moments, bit for bit."""
     versions = {layer: choice.version for layer, choice in actual.layers.items()}
     return {layer: versions.get(layer) == choice.version for layer, choice in expected.layers.items()}
 

@@ -3,9 +3,9 @@ Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of th
 
     python -m torch.distributed.run --nproc-per-node 2 -m layerstore.demo.training STEPS OUT [CHECKPOINT ...]
 
-Trains to STEPS from each CHECKPOINT, or from the beginning. OUT gets every training's losses, and the saves of the
-first. A batch depends only on its step and rank, so the same step sees the same text, interrupted or not: the
-sources of Python's standard library, byte by byte.
+Trains to STEPS from each CHECKPOINT, or from the beginning. OUT gets the losses of every training run, and the saves of
+the first. The text is the sources of Python's standard library, byte by byte. A batch depends only on its step and
+rank, so the same step sees the same text, interrupted or not.
 """
 
 import json
@@ -28,8 +28,8 @@ CONFIG = {
 
 
 def main(steps: str, out: str, *checkpoints: str) -> None:
-    """Train; SIGTERM ends it."""
-    # As an exception, so that an interrupted compile releases its lock file; the next one would wait for it forever.
+    """Train; SIGTERM ends the process."""
+    # An exception makes an interrupted compile release its lock file; otherwise, the next compile waits forever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     import deepspeed
@@ -38,7 +38,7 @@ def main(steps: str, out: str, *checkpoints: str) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     losses = []
     for number, checkpoint in enumerate(checkpoints or [""]):
-        engine = build_engine(seed=number + len(checkpoints))  # a resume must not begin with the run's weights
+        engine = build_engine(seed=number + len(checkpoints))  # a resume must not begin with the first run's weights
         if checkpoint:
             engine.load_checkpoint(checkpoint)
             if engine.global_steps == 0:  # DeepSpeed only warns if it finds nothing, and would train from scratch
@@ -48,7 +48,7 @@ def main(steps: str, out: str, *checkpoints: str) -> None:
         Path(out, "losses.json").write_text(json.dumps(losses))
     dist.barrier()
     # Everything is written. Shutting down the threads of torch and gloo occasionally aborts the process ("terminate
-    # called without an active exception"), which would make a good training look failed.
+    # called without an active exception"), which would make a successful run look failed.
     os._exit(0)
 
 

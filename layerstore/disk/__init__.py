@@ -1,4 +1,4 @@
-"""The disk: the only room that opens and changes files, and its locks."""
+"""The disk: the only package that opens and changes files, and its locks."""
 
 from layerstore.disk.files import Files, Mount, WeakDurability, mount_of, network_filesystem
 from layerstore.disk.locks import HeldLock, alone, host_name, hosts_seen, lock, open_lock_file, try_flock

@@ -1,9 +1,9 @@
 """
-The seam to the operating system: every byte of a composite, and of a store's own data, goes through here.
+The seam to the operating system: every byte of a composite, and of a store's own data, goes through this module.
 
-The index and the courtesy locks handle their own files, since losing them loses no data.
+The index and the courtesy locks handle their own files, since losing those files loses no data.
 
-There is one way to write durably: create a new file, write it, fsync it, link it under its name, fsync the folder.
+There is one way to write durably: create a new file, write it, fsync it, link it to its final name, fsync the folder.
 Nothing is ever written in place. Tests inject their faults at this seam.
 """
 
@@ -47,10 +47,10 @@ _NO_HARD_LINKS = {errnos.EPERM, errnos.ENOTSUP, errnos.ENOSYS}
 _NO_EXCLUSIVE_RENAME = {errnos.EINVAL, errnos.ENOSYS, errnos.ENOTSUP}
 
 # Two changes of a folder within one tick of the filesystem's clock have the same time. The coarsest clock ticks every
-# two seconds, so a folder that was last changed before that will show its next change.
+# two seconds, so if the last change is older than that, the next change will have a new time.
 _SETTLED_AFTER_NS = 3 * 10**9
 
-# The names that NFS and FUSE give a removed file until nobody has it open any more.
+# The names that NFS and FUSE give a removed file while somebody still has it open.
 _REMOVED_WHILE_OPEN = re.compile(r"\.(nfs|fuse_hidden)[0-9a-f]+")
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -74,9 +74,9 @@ class Files:
 
     def again(self, path: Path) -> Iterator[bool]:
         """
-        Yield for as long as *path*, which must exist, may become visible late; each time, whether its folder lists it.
+        Repeatedly yield whether its folder lists *path*, which must exist, while *path* may still become visible.
 
-        Nothing is late on a local disk, and nothing is considered late for a while after a fruitless search.
+        Yields nothing on a local disk, nor for a while after a fruitless search.
         """
         kind = network_filesystem(path)
         if kind is None or time.monotonic() < self._nothing_late_before:
@@ -85,7 +85,7 @@ class Files:
             "%s is not there, or %s does not show it yet; looking again for up to %g s", path, kind, LATE_SECONDS
         )
         for _ in pauses():
-            # When a folder is opened, the NFS client revalidates it and forgets which names it knew to be missing.
+            # Opening a folder makes the NFS client revalidate it and forget which names were missing.
             self.names_unsorted(path.parent.parent)
             yield path.name in self.names_unsorted(path.parent)
         self._nothing_late_before = time.monotonic() + NOT_LATE_SECONDS
@@ -96,8 +96,8 @@ class Files:
         Open the regular file *path*; does not follow links or block on a fifo.
 
         Raises:
-            IntegrityError: It is not a regular file.
-            StorageIO: The system's error; *errno* is ENOENT if nothing is there.
+            IntegrityError: *path* is not a regular file.
+            StorageIO: The system's error; *errno* is ENOENT if *path* does not exist.
         """
         try:
             fd = os.open(path, READ_FLAGS)
@@ -106,7 +106,7 @@ class Files:
                 raise _not_regular(path) from exc
             with mapped_errors(path, doing="open"):
                 raise
-        # Ask the descriptor: the path may name something else now.
+        # Check the descriptor: the path may refer to something else now.
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             os.close(fd)
@@ -121,7 +121,7 @@ class Files:
             return file.read_at(0, file.size_bytes)
 
     def read_if_there(self, path: Path, *, size_bytes_max: int) -> bytes | None:
-        """Return the content of *path* as `read` does, None if nothing is there."""
+        """Return the content of *path* as `read` does, None if it does not exist."""
         try:
             return self.read(path, size_bytes_max=size_bytes_max)
         except StorageIO as exc:
@@ -131,33 +131,33 @@ class Files:
 
     @again_if_stale
     def look(self, path: Path) -> os.stat_result | None:
-        """Return the stat of *path*, None if nothing is there; does not follow links."""
+        """Return the stat of *path*, None if it does not exist; does not follow links."""
         try:
             return os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
-            return None  # a folder above it is a file: nothing can be there
+            return None  # NotADirectoryError: a parent is a file, so *path* cannot exist
         except OSError:
             with mapped_errors(path, doing="look at"):
                 raise
 
     def on_disk(self, path: Path) -> tuple[tuple[int, int], int] | None:
-        """Return the identity of the file *path* and the bytes that it takes on disk; None if nothing is there."""
+        """Return the identity of the file *path* and the bytes that it takes on disk; None if it does not exist."""
         status = self.look(path)
-        # POSIX counts in blocks of 512 bytes here, whatever the filesystem's block size.
+        # `st_blocks` counts blocks of 512 bytes, whatever the filesystem's block size.
         return None if status is None else ((status.st_dev, status.st_ino), status.st_blocks * 512)
 
     def size(self, path: Path) -> int | None:
-        """Return the size of the regular file *path*, None if nothing is there."""
+        """Return the size of the regular file *path*, None if it does not exist."""
         state = self.state(path)
         return None if state is None else state.st_size
 
     def modified_ns(self, path: Path) -> int | None:
-        """Return when *path* was last written or touched, by the filesystem's clock; None if nothing is there."""
+        """Return when *path* was last written or touched, by the filesystem's clock; None if it does not exist."""
         state = self.look(path)
         return None if state is None else state.st_mtime_ns
 
     def state(self, path: Path) -> os.stat_result | None:
-        """Return the stat of the regular file *path*, None if nothing is there."""
+        """Return the stat of the regular file *path*, None if it does not exist."""
         state = self.look(path)
         if state is not None and not stat.S_ISREG(state.st_mode):
             raise _not_regular(path)
@@ -165,9 +165,9 @@ class Files:
 
     def identity(self, path: Path) -> tuple[int, ...] | None:
         """
-        Return a fingerprint that changes when *path* is replaced; None if nothing is there.
+        Return a fingerprint that changes when *path* is replaced; None if it does not exist.
 
-        A new file may reuse the inode of a removed one, but not its change time.
+        A new file may reuse the inode number of a removed file, but not its modification time.
         """
         state = self.look(path)
         return None if state is None else (state.st_dev, state.st_ino, state.st_mtime_ns)
@@ -183,7 +183,7 @@ class Files:
         return state is not None and stat.S_ISREG(state.st_mode)
 
     def exists(self, path: Path) -> bool:
-        """Whether anything at all is at *path*."""
+        """Whether anything, even a dangling link, exists at *path*."""
         return self.look(path) is not None
 
     def names(self, directory: Path) -> list[str]:
@@ -200,7 +200,7 @@ class Files:
                 return []
 
     def names_there(self, directory: Path) -> list[str]:
-        """Return what `names` does, without files that were removed while somebody had them open."""
+        """Return `names` of *directory*, without files that were removed while somebody had them open."""
         return [
             name
             for name in self.names(directory)
@@ -239,7 +239,7 @@ class Files:
         Make the folder *path*; return whether it was new.
 
         Syncs the parent even if the folder existed: its creator may have died before the fsync. To make many folders,
-        pass ``durable=False`` and sync once.
+        pass ``durable=False`` and sync the parent once.
         """
         self._hook("mkdir", path)
         with mapped_errors(path, doing="make the folder"):
@@ -288,7 +288,7 @@ class Files:
 
     @contextlib.contextmanager
     def temporary(self, directory: Path, data: bytes) -> Iterator[Path]:
-        """Yield a synced file with *data* in *directory*; this name is removed afterwards, unless it was renamed."""
+        """Yield a synced file with *data* in *directory*; its name is removed afterwards, if it still exists."""
         path = directory / secrets.token_hex(16)
         file = self.create(path)
         try:
@@ -303,8 +303,8 @@ class Files:
         """
         Hard-link the file *source* as *target*; return whether *target* was free.
 
-        A plain rename would silently replace what another writer published first. Without hard links, *source* is moved
-        instead, with a no-replace rename.
+        A plain rename would silently replace a file that another writer published first. If the filesystem lacks hard
+        links, *source* is moved instead, with a no-replace rename.
         """
         self._hook("link", target)
         with mapped_errors(target, doing="link"):
@@ -316,7 +316,7 @@ class Files:
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as exc:
-            # Over a network, a link may succeed although its reply is lost or an error: then both names are one file.
+            # Over a network, a link may succeed though its reply is lost or an error: then both names are one file.
             one, other = self.look(source), self.look(target)
             if one is not None and other is not None and os.path.samestat(one, other):
                 return True
@@ -328,17 +328,17 @@ class Files:
         return True
 
     def rename(self, source: Path, target: Path) -> None:
-        """Move *source* to *target*, atomically replacing a file there."""
+        """Move *source* to *target*, atomically replacing an existing file."""
         self._hook("rename", target)
         with mapped_errors(target, doing="rename to"):
             source.rename(target)
 
     def move_folder(self, source: Path, target: Path) -> bool:
         """
-        Move the folder *source* to *target* unless something is there; return whether *target* was free.
+        Move the folder *source* to *target* unless *target* exists; return whether it was free.
 
-        If the filesystem has no no-replace rename, *target* is made first: an ordinary rename replaces an empty folder,
-        and fails once somebody has put something into it.
+        Without a no-replace rename, *target* is made first: an ordinary rename replaces an empty folder, but fails if
+        somebody has put something into it in the meantime.
         """
         self._hook("rename", target)
         with mapped_errors(target, doing="rename to"):
@@ -354,7 +354,7 @@ class Files:
             try:
                 source.rename(target)
             except OSError as exc:
-                # It stays if somebody has put something into it: it is not ours any more.
+                # *target* stays if somebody has put something into it: it is no longer ours.
                 with contextlib.suppress(OSError):
                     target.rmdir()
                 if exc.errno not in {errnos.EEXIST, errnos.ENOTEMPTY, errnos.ENOTDIR}:
@@ -363,16 +363,16 @@ class Files:
             return True
 
     def unlink(self, path: Path) -> None:
-        """Remove the file *path*, if it is there."""
+        """Remove the file *path*, if it exists."""
         self._hook("unlink", path)
         with mapped_errors(path, doing="remove"):
             path.unlink(missing_ok=True)
 
     def discard(self, path: Path) -> None:
         """
-        Remove a temporary file, or leave it to a later collection.
+        Remove a temporary file; if that fails, leave it to a later collection.
 
-        Nothing names the file, and an error here must not mask the one that led here.
+        Nothing refers to the file, and a failure to remove it must not mask the error that is being handled.
         """
         with contextlib.suppress(StorageIO):
             self.unlink(path)
@@ -383,7 +383,7 @@ class Files:
         shutil.rmtree(directory, ignore_errors=True)
 
     def remove_empty(self, directory: Path) -> None:
-        """Remove the folder *directory* if it is there and empty."""
+        """Remove the folder *directory* if it exists and is empty."""
         self._hook("rmdir", directory)
         with mapped_errors(directory, doing="remove"):
             try:
@@ -422,7 +422,7 @@ class Files:
 
 
 def _renamed(source: Path, target: Path) -> bool:
-    """Move *source* to *target* as `rename_exclusive` does; raise a clear error if the filesystem cannot do that."""
+    """Move *source* to *target* as `rename_exclusive` does; raise a clear error if the filesystem lacks that."""
     try:
         return rename_exclusive(source, target)
     except OSError as exc:
@@ -457,7 +457,7 @@ class Mount:
 
     @property
     def is_network(self) -> bool:
-        """Whether other hosts may share it, as far as its kind tells; FUSE may be anything."""
+        """Whether other hosts may share the filesystem, judging by its kind; FUSE counts, since it may be anything."""
         return self.kind in _NETWORK_FILESYSTEMS or self.kind.startswith("fuse.")
 
 
@@ -479,7 +479,7 @@ def mount_of(path: Path) -> Mount | None:
     for line in mounts:
         fields, _, tail = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
-        # >=, not >: of two filesystems at one point, the later one hides the earlier.
+        # >=, not >: of two filesystems mounted at one point, the later one hides the earlier.
         if point in above and above[point] >= depth:
             kind, *_, how = tail.split()
             options = fields.split()[5]

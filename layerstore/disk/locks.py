@@ -1,9 +1,9 @@
 """
 Courtesy locks: they avoid duplicate work and show who is busy.
 
-No promise depends on them (docs/internals/durability.md): exclusive links decide what is committed. They are flocks,
-which the system releases when their holder dies, so none goes stale. On a network filesystem it depends on the mount
-whether an flock reaches other hosts, and some filesystems have none; then two commands may do the same work.
+No promise depends on them (docs/internals/durability.md): exclusive links decide what is committed. They are flocks:
+the system releases them when their holder dies, so no lock goes stale. On a network filesystem, the mount decides
+whether an flock reaches other hosts, and some filesystems lack flock; then two commands may do the same work.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class HeldLock:
         Make sure that we still hold the lock; call it before an irreversible step.
 
         Raises:
-            Locked: Its file was removed: others lock the new one.
+            Locked: The lock file was removed; other processes lock its replacement.
         """
         if not _is_at(self.fd, self.path):
             raise Locked(
@@ -61,12 +61,12 @@ class HeldLock:
 @contextlib.contextmanager
 def lock(path: Path, *, what: str, deadline_seconds: float | None = None) -> Iterator[HeldLock]:
     """
-    Hold the lock file *path* while the body runs; *what* says in words what is locked.
+    Hold the lock file *path* while the body runs; *what* describes the locked thing in messages.
 
-    Without *deadline_seconds*, wait as long as ``LAYERSTORE_LOCK_TIMEOUT`` says.
+    Without *deadline_seconds*, wait ``LAYERSTORE_LOCK_TIMEOUT`` seconds, or the default.
 
     Raises:
-        Locked: Another process still held it at the deadline; the message names it.
+        Locked: Another process still held the lock at the deadline; the message identifies that process.
     """
     if deadline_seconds is None:
         deadline_seconds = _deadline_seconds()
@@ -89,9 +89,9 @@ def _flocked(path: Path, stack: contextlib.ExitStack) -> int | None:
         # None, from a filesystem without flock, counts as success: the work may be done twice, which harms nothing.
         if try_flock(fd, path) is False:
             return None
-        # Registered after os.close, so it runs first: the number may be another file's once it is closed.
+        # Registered after os.close, so it runs first: once closed, the descriptor may belong to another file.
         attempt.callback(_unlock, fd, os.getpid())
-        if not _is_at(fd, path):  # somebody removed the file, and a new file is the lock
+        if not _is_at(fd, path):  # somebody removed the file; a new file is now the lock
             return None
         _introduce(fd)
         stack.push(attempt.pop_all())
@@ -112,7 +112,7 @@ def _deadline_seconds() -> float:
 
 
 def _introduce(fd: int) -> None:
-    """Write into the file *fd* who we are."""
+    """Write this process's identity into the file *fd*."""
     holder = {
         "pid": os.getpid(),
         "host": host_name(),
@@ -134,7 +134,7 @@ def _holder_in(path: Path) -> str:
 
 
 def _introduced(path: Path) -> Any:
-    """Return what `_introduce`, or anybody else, has written into *path*; do not trust it."""
+    """Return the JSON in *path*, untrusted: not only `_introduce` may have written it."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return parse_json(os.pread(fd, _HOLDER_BYTES_MAX, 0))
@@ -143,9 +143,9 @@ def _introduced(path: Path) -> Any:
 
 
 def hosts_seen(folder: Path) -> dict[str, str]:
-    """Return the hosts that have held a lock in *folder*, according to its files, and when each last took one."""
+    """Return each host that has held a lock in *folder*, and when it last took one, according to the lock files."""
     hosts: dict[str, str] = {}
-    # Only doctor shows them, so a folder that cannot be listed may yield none.
+    # Only doctor shows the hosts, so for a folder that cannot be listed, none will do.
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # being written, or not a lock of ours
@@ -156,14 +156,14 @@ def hosts_seen(folder: Path) -> dict[str, str]:
 
 
 def host_name() -> str:
-    """Return this host's name as locks state it."""
+    """Return this host's name, as lock files record it."""
     return socket.gethostname()
 
 
 def open_lock_file(path: Path) -> int:
     """Open the lock file *path*, creating it if needed."""
     with mapped_errors(path, doing="open the lock"):
-        # Writable: an NFS client locks a range of bytes instead, and an exclusive range lock needs write access.
+        # Writable: NFS emulates flock by locking a byte range, and an exclusive range lock needs write access.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -172,7 +172,7 @@ def alone(path: Path) -> Iterator[None]:
     """
     Hold the short-lived lock file *path* while the body runs, then remove it; waits without a deadline.
 
-    It only avoids duplicate work: without flock, everybody holds it at once.
+    The lock only avoids duplicate work: on a filesystem without flock, all processes hold it at once.
     """
     while True:
         fd = open_lock_file(path)
@@ -185,11 +185,11 @@ def alone(path: Path) -> Iterator[None]:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # its holder has removed it
+        os.close(fd)  # the previous holder has removed the file
     try:
         yield
     finally:
-        # Removed before it is unlocked: a process that waits for it then finds it gone, and locks the new file.
+        # Remove the file before unlocking it: a waiting process then finds it gone, and locks a new file.
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         os.close(fd)
@@ -203,16 +203,16 @@ def try_flock(fd: int, path: Path) -> bool | None:
         except OSError as exc:
             if exc.errno in _NO_FLOCK:
                 return None
-            if exc.errno not in {errnos.EWOULDBLOCK, errnos.EACCES}:  # EACCES: NFS, as fcntl has it
+            if exc.errno not in {errnos.EWOULDBLOCK, errnos.EACCES}:  # EACCES: from NFS, which uses fcntl's locks
                 raise
             return False
     return True
 
 
 def _unlock(fd: int, pid: int) -> None:
-    """Unlock *fd*, locked by the process *pid*; closing is not enough if a forked child has it open too."""
+    """Unlock *fd* if this process, *pid*, locked it; closing is not enough if a forked child has *fd* open, too."""
     if os.getpid() == pid:
-        with contextlib.suppress(OSError):  # then only closing the file unlocks it
+        with contextlib.suppress(OSError):  # if this fails, only closing the file unlocks it
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 

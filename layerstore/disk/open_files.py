@@ -1,4 +1,4 @@
-"""Open files at the seam: reading, writing and syncing, and kernel calls that Python lacks."""
+"""Reading, writing and syncing of open files, and kernel calls that Python lacks."""
 
 import contextlib
 import ctypes
@@ -33,7 +33,7 @@ Answer = TypeVar("Answer")
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# Values of Linux's headers that Python has no names for.
+# Constants from Linux's headers that Python does not define.
 _AT_CWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -44,7 +44,7 @@ _AND_REPEAT = "and repeat the command; nothing that was saved before is affected
 _FREE_SPACE = f"free some space {_AND_REPEAT}"
 _NO_INODES = f"the filesystem has space, but no inodes left (df -i): remove files {_AND_REPEAT}"
 _HINTS = {
-    errnos.EROFS: "the filesystem is read-only: what is there can be read and composed, nothing can be written",
+    errnos.EROFS: "the filesystem is read-only: it can be read and composed from, but nothing can be written",
     errnos.ENOSPC: _FREE_SPACE,
     errnos.EDQUOT: _FREE_SPACE,
     errnos.EFBIG: "raise the limit on file sizes (ulimit -f) and repeat the command",
@@ -73,8 +73,8 @@ def room_at(path: Path) -> Room:
     )
 
 
-class mapped_errors:  # noqa: N801  # reads as what it does; no generator, since every operation enters it
-    """Turn OSError into StorageIO that says what was attempted, and on which path."""
+class mapped_errors:  # noqa: N801  # used like a function; not a generator, since every operation enters it
+    """Turn an OSError into a StorageIO that states the attempted operation and its path."""
 
     __slots__ = ("_doing", "_path")
 
@@ -86,7 +86,7 @@ class mapped_errors:  # noqa: N801  # reads as what it does; no generator, since
         """Begin the operation."""
 
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        # StorageIO is an OSError, too: one from an inner operation already names what failed.
+        # StorageIO is an OSError, too; from an inner operation, it already states what failed.
         if exc is None or not isinstance(exc, OSError) or isinstance(exc, StorageIO):
             return
         path = self._path
@@ -109,7 +109,7 @@ def _hint(number: int | None, path: Path) -> str | None:
 
 
 def _lacks_inodes(path: Path) -> bool:
-    """Whether the filesystem of *path* has space, but no room for more files; the system's error is the same."""
+    """Whether the filesystem of *path* has space, but no inodes left; the system raises ENOSPC for both."""
     with contextlib.suppress(OSError):
         room = room_at(path.parent)
         return room.free_files == 0 and room.free_bytes > 0
@@ -117,27 +117,27 @@ def _lacks_inodes(path: Path) -> bool:
 
 
 def _access_problem(path: Path) -> str | None:
-    """Return who owns *path*, or the parent folder that this process may not use; None if access is not the problem."""
+    """Return a hint about *path*, or the nearest parent, if this process lacks access to it; None if it lacks none."""
     for place in (path, *path.parents):
-        with contextlib.suppress(OSError):  # missing, or behind an unreadable folder
+        with contextlib.suppress(OSError):  # missing, or below an unreadable folder
             state = place.lstat()
             needed_access = os.R_OK | os.W_OK | (os.X_OK if stat.S_ISDIR(state.st_mode) else 0)
             if not os.access(place, needed_access):
                 return (
                     f"{place} belongs to user {state.st_uid} and group {state.st_gid}, with mode "
-                    f"{stat.S_IMODE(state.st_mode):04o}; you are user {os.geteuid()}. A store that several share needs "
+                    f"{stat.S_IMODE(state.st_mode):04o}; you are user {os.geteuid()}. A store that users share needs "
                     "a common group, setgid folders and umask 002"
                 )
     return None
 
 
-# Most late names show after a moment; a server that takes longer is asked once a second.
+# Most late names appear after a moment; a server that takes longer is polled once a second.
 _PAUSE_SECONDS = 0.02
 _PAUSE_SECONDS_MAX = 1.0
 
 
 def hours_on() -> float:
-    """Return a clock in seconds that keeps running while the process is stopped or the machine asleep."""
+    """Return the seconds of a clock that keeps running while the process is stopped or the machine is asleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -164,7 +164,7 @@ def again_while_stale(path: Path, attempt: Callable[[], Answer]) -> Answer:
         except OSError as exc:
             if exc.errno != errnos.ESTALE:
                 raise
-    return attempt()  # one last time: the caller gets its error
+    return attempt()  # the last attempt: its error goes to the caller
 
 
 def again_if_stale(
@@ -186,7 +186,7 @@ def again_if_stale(
 
 def rename_exclusive(source: Path, target: Path) -> bool:
     """
-    Move *source* to *target* unless something is there, in one step; return whether *target* was free.
+    Move *source* to *target* in one step, unless *target* exists; return whether it was free.
 
     Raises:
         OSError: The system's error; EINVAL if the filesystem does not support this.
@@ -204,8 +204,8 @@ def allocate(fd: int, size_bytes: int) -> bool:
     Allocate the file *fd* at full size, so that the kernel need not find blocks page by page.
 
     Return whether that worked. A failure proves nothing: not every filesystem supports it, and on a full disk a copy
-    may still share blocks with its source. ``posix_fallocate`` would write to every block if the filesystem lacks
-    support.
+    may still share blocks with its source. ``posix_fallocate`` is no alternative: without support from the filesystem,
+    it writes to every block.
     """
     return size_bytes > 0 and _LIBC.fallocate(fd, 0, _START, ctypes.c_int64(size_bytes)) == 0
 
@@ -213,7 +213,7 @@ def allocate(fd: int, size_bytes: int) -> bool:
 Hook = Callable[[str, Path], None]
 """Called with the operation's name and path before each change on disk."""
 
-# The kernel or filesystem cannot copy between these two files: copy through a buffer instead. EBADF: one of them is
+# The kernel or filesystem cannot copy between these two files: copy through a buffer instead. EBADF: the source is
 # decoded as it is read, and has no descriptor.
 _COPY_UNSUPPORTED = {errnos.EXDEV, errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.EINVAL, errnos.EBADF, errnos.EPERM}
 
@@ -256,7 +256,7 @@ class NewFile:
             # In steps, so that the disk starts writing before everything is copied.
             count = os.copy_file_range(source.fd, self.fd, min(size_bytes, SYNC_AHEAD_BYTES), source_offset, offset)
         except OSError as exc:
-            if exc.errno not in _COPY_UNSUPPORTED and exc.errno != errnos.ESTALE:  # ESTALE: reading reopens it
+            if exc.errno not in _COPY_UNSUPPORTED and exc.errno != errnos.ESTALE:  # ESTALE: reading reopens the source
                 raise
             data = source.read_at(source_offset, min(size_bytes, IO_CHUNK_BYTES))
             self.write_at(offset, data)
@@ -303,7 +303,7 @@ class NewFile:
     def close(self) -> None:
         """Close the file; twice is harmless."""
         if self.fd >= 0:
-            # Cleared first: by a second close, the number may be another file's.
+            # Cleared first: by the time of a second close, the number may belong to another file.
             fd, self.fd = self.fd, -1
             with mapped_errors(self.path, doing="close"):
                 os.close(fd)
@@ -322,7 +322,7 @@ class OpenFile:
         self.path = path
         self.fd = fd
         self.size_bytes = size_bytes
-        """The size when it was opened."""
+        """The file's size when it was opened."""
 
     def read_at(self, offset: int, size_bytes: int) -> bytes:
         """Return exactly *size_bytes* from *offset*."""
@@ -348,7 +348,7 @@ class OpenFile:
         return again_while_stale(self.path, lambda: os.preadv(self._opened_again(), [buffer], offset))
 
     def _opened_again(self) -> int:
-        """Reopen the file under its current descriptor, and return the descriptor."""
+        """Reopen the file under its current descriptor number, and return that number."""
         fd = os.open(self.path, READ_FLAGS)
         try:
             state = os.fstat(fd)
@@ -356,7 +356,7 @@ class OpenFile:
                 raise IntegrityError(
                     f"{self.path} was replaced by something else while it was read", path=str(self.path)
                 )
-            # Under the same number, since others hold it and may be reading, too.
+            # The number stays, since other threads hold it and may be reading, too.
             os.dup2(fd, self.fd, inheritable=False)
         finally:
             os.close(fd)
@@ -366,7 +366,7 @@ class OpenFile:
         """Map all bytes as read-only memory, which stays valid when the file is closed or removed."""
         with mapped_errors(self.path, doing="map"):
             try:
-                if sys.version_info >= (3, 13):  # before that, each map keeps a descriptor
+                if sys.version_info >= (3, 13):  # older versions keep a descriptor for each map
                     return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ, trackfd=False)
                 return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ)
             except ValueError as exc:
@@ -393,7 +393,7 @@ class OpenFile:
         self.close()
 
 
-# -- on their way to disk ------------------------------------------------------------------------------------------
+# -- syncing in the background -------------------------------------------------------------------------------------
 
 Item = TypeVar("Item")
 
@@ -413,7 +413,7 @@ class Syncing:
 
     def add(self, files: Iterable[NewFile]) -> None:
         """
-        Take *files*, which are complete; waits if too many are pending.
+        Queue *files*, which must be complete; waits if too many are pending.
 
         Raises:
             StorageIO: An earlier file could not be synced.
@@ -429,13 +429,13 @@ class Syncing:
         self._wait(0)
 
     def sync_each(self, sync: Callable[[Path], None], directories: Iterable[Path]) -> None:
-        """*sync* each of *directories*, several at a time."""
+        """Call *sync* with each of *directories*, several at a time."""
         for future in [self._submit(sync, directory) for directory in directories]:
-            future.result()  # raises if one cannot be synced
+            future.result()  # raises if the folder cannot be synced
 
     def close(self) -> None:
         """Close the pending files without syncing them."""
-        self._durable = False  # queued files are then only closed: nothing will name them
+        self._durable = False  # queued files will only be closed: nothing will refer to them
         self._pool.shutdown()
 
     def _submit(self, work: Callable[[Item], None], item: Item) -> Future[None]:
@@ -450,7 +450,7 @@ class Syncing:
     def _wait(self, left_max: int) -> None:
         with self._guard:
             futures = [self._under_way.popleft() for _ in range(len(self._under_way) - left_max)]
-        # Not under the lock, so that others can add files in the meantime.
+        # Wait without the lock, so that others can add files in the meantime.
         for future in futures:
             future.result()
 

@@ -1,8 +1,8 @@
 """
-Large files written past the page cache.
+Large files written to disk without the page cache.
 
-Finding a cache page for every page of a large file can cost more CPU time than all other work on its bytes, and it
-evicts what training reads. Nobody rereads a save soon, so large files are written to disk straight from our own memory.
+Finding a cache page for every page of a large file can cost more CPU time than all other work on its bytes, and evicts
+data that training reads. Nobody rereads a save soon, so large files are written to disk straight from our own memory.
 """
 
 import errno as errnos
@@ -14,7 +14,7 @@ from layerstore.disk.open_files import NewFile
 from layerstore.errors import StorageIO
 from layerstore.limits import PAGE_BYTES, STREAM_BYTES
 
-# Errors from filesystems that cannot write past the cache.
+# Errors from filesystems that cannot bypass the page cache.
 _NOT_DIRECTLY = {errnos.EINVAL, errnos.EOPNOTSUPP, errnos.ENOSYS}
 _SPARE_MAX = 2
 _spare: list[mmap.mmap] = []
@@ -23,9 +23,9 @@ _spare: list[mmap.mmap] = []
 
 def bypass_cache(fd: int, on: bool) -> bool:
     """
-    Make writes to *fd* bypass the page cache, or stop doing so; return whether the filesystem supports it.
+    Make writes to *fd* bypass the page cache, or use it again; return whether the filesystem supports this.
 
-    While they do, the address, offset and size of each write must be multiples of the page size.
+    While they bypass it, the address, offset and size of each write must be multiples of the page size.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -36,12 +36,12 @@ def bypass_cache(fd: int, on: bool) -> bool:
 
 
 class Stream:
-    """Writes a file front to back: a buffer at a time if *past_cache*, otherwise as the data comes."""
+    """Writes a file from front to back: in whole buffers if *past_cache*, otherwise as the data comes."""
 
     def __init__(self, file: NewFile, *, past_cache: bool = True) -> None:
         self.file = file
         self.is_kept = False
-        """Whether the file will become an object, so must not be removed."""
+        """Whether the file will become an object, and so must not be removed."""
         self._past_cache = past_cache and os.environ.get("LAYERSTORE_PAGE_CACHE", "0") in {"", "0"}
         self._buffer: mmap.mmap | None = None
         self._filled = 0
@@ -49,7 +49,7 @@ class Stream:
         self._is_direct = False
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write *data* at *offset*, where the last write ended."""
+        """Write *data* at *offset*, which must be where the previous write ended."""
         if not self._past_cache:
             self.file.write_at(offset, data)
             return
@@ -63,7 +63,7 @@ class Stream:
             self._filled += count
             view = view[count:]
             if self._filled == STREAM_BYTES:
-                # Decided at the first full buffer: a file that never fills one belongs in the cache.
+                # Decided at the first full buffer: a file that never fills a buffer belongs in the cache.
                 self._is_direct = self._is_direct or (not self._written and bypass_cache(self.file.fd, True))
                 self._flush(STREAM_BYTES)
 
@@ -102,7 +102,7 @@ class Stream:
 
 
 def _take_buffer() -> mmap.mmap:
-    # A private map, so that a forked process has its own spare buffers. The disk only reads from it.
+    # A private map, so that a forked process has its own spare buffers. The disk only reads from the buffers.
     try:
         return _spare.pop()
     except IndexError:

@@ -1,8 +1,8 @@
 """
 PyTorch's distributed checkpoints (``torch.distributed.checkpoint``), and FSDP's full form, without torch.
 
-``read`` and ``whole`` read a folder, ``standalone`` makes a commit of it, ``onto`` puts it onto a DeepSpeed commit.
-``contents`` identifies a folder's tensors, ``names`` names those of a commit, and ``write`` makes a folder.
+``read`` and ``whole`` read a folder, ``standalone`` makes a commit of it, ``onto`` ingests it onto a DeepSpeed commit.
+``contents`` identifies a folder's tensors, ``names`` gives a commit's tensors their keys, and ``write`` makes a folder.
 """
 
 from layerstore.distcp.boxes import Boxes

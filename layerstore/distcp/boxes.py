@@ -1,7 +1,7 @@
 """
-Read boxes of a composite's tensors into memory: only what a rank needs of them.
+Read boxes of a composite's tensors into memory: only the boxes that a rank needs.
 
-Bytes are checked before they count, in chunks of 16 MiB, each read once: straight into its place if the chunk lies
+Bytes are checked before they count, in chunks of 16 MiB, each read once: straight into its target if the chunk lies
 within one tensor.
 """
 
@@ -25,7 +25,7 @@ _Wanted = tuple[Piece, memoryview]
 
 
 class Boxes:
-    """The boxes that are to be read; `read` reads them all."""
+    """The boxes to read; `read` reads them all."""
 
     def __init__(self, repo: Repository, versions: Iterable[LayerVersion], slices: Slices) -> None:
         self._repo = repo
@@ -83,13 +83,13 @@ def _read_object(repo: Repository, work: tuple[StoredObject, list[_Wanted]]) -> 
     first = 0
     with repo.open_object(stored.ref, stretches) as file:
         for number, (begin, end) in zip(numbers, stretches, strict=True):
-            # Pieces and chunks come in order: a piece that ends before this chunk is done.
+            # Pieces and chunks come in order: skip the pieces that end before this chunk.
             while wanted[first][0].object_offset + wanted[first][0].size_bytes <= begin:
                 first += 1
             piece, target = wanted[first]
             skipped = begin - piece.object_offset
             is_within = skipped >= 0 and end <= piece.object_offset + piece.size_bytes
-            # Read into its place before the check: if the chunk is damaged, the whole load fails.
+            # Read into the target before the check: if the chunk is damaged, the whole load fails.
             chunk = target[skipped : skipped + end - begin] if is_within else buffer[: end - begin]
             file.read_into(chunk, begin)
             check_chunk(stored.ref, stored.chunks, number, [chunk])
@@ -98,7 +98,7 @@ def _read_object(repo: Repository, work: tuple[StoredObject, list[_Wanted]]) -> 
 
 
 def _scatter(chunk: memoryview, begin: int, wanted: Sequence[_Wanted], first: int) -> None:
-    """Copy the *chunk* at *begin* into the *wanted* pieces that it overlaps, of which *first* is the first."""
+    """Copy the *chunk* at *begin* into the *wanted* pieces that it overlaps; *first* is the index of the first."""
     end = begin + len(chunk)
     for piece, target in wanted[first:]:
         if piece.object_offset >= end:

@@ -1,9 +1,9 @@
 """
 What a distributed state holds: parameters of the model, moments of the optimizer, and values.
 
-DCP knows only keys and tensors. Names and shapes say the rest: below ``state.`` an optimizer has tensors that are named
-after parameters, and those of a parameter's own shape are its moments. Whatever is not understood is kept as a
-parameter under its whole key, so that only the names of layers depend on a guess.
+DCP knows only keys and tensors. Names and shapes tell the rest: below ``state.`` an optimizer has tensors named after
+parameters; the ones with the parameter's shape are its moments. Any unrecognized tensor is kept as a parameter
+under its whole key, so that only the names of layers depend on a guess.
 """
 
 import re
@@ -25,18 +25,18 @@ _OF_OPTIMIZER = re.compile(r"(?:^|\.)state\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """All entries of a state, by what they are."""
+    """All entries of a state, classified."""
 
     tensors: Mapping[str, Held]
-    """By key: the tensors that layers hold."""
+    """The tensors that layers hold, by key."""
     parameters: Mapping[str, Parameter]
     """By name, in the model's order."""
     values: tuple[str, ...]
-    """The keys of everything else: single numbers, and what is not a tensor."""
+    """The keys of everything else: single numbers, and values that are not tensors."""
     counters: Mapping[str, str]
-    """By parameter: the key of the optimizer's count of its updates."""
+    """The key of the optimizer's update count, by parameter."""
     outside: frozenset[str]
-    """The names of parameters that are not the model's but were in the state too."""
+    """The names of parameters that do not belong to the model but were in the state too."""
 
     @classmethod
     def of(
@@ -48,9 +48,9 @@ class Contents:
         of_optimizer: Collection[str] | None = None,
     ) -> "Contents":
         """
-        Find out what each of *entries*, in the model's order, is.
+        Classify *entries*, which are in the model's order.
 
-        A caller that knows more passes it: which keys are *aliases*, which parameters are *trained*, with moments or
+        A caller that knows more passes which keys are *aliases*, which parameters are *trained*, with moments or
         without, and which keys are *of_optimizer*.
         """
         aliases = _aliases(entries) if aliases is None else aliases
@@ -94,7 +94,7 @@ class Contents:
         )
 
     def state(self, entries: Mapping[str, Entry], values: Mapping[str, Tree]) -> DcpState:
-        """Return what a commit keeps of *entries* apart from its layers; *values* are by key."""
+        """Return the part of *entries* that a commit keeps outside its layers; *values* are by key."""
         return DcpState(
             tensors={key: SavedTensor(path=entries[key].path, held=held) for key, held in self.tensors.items()},
             values={key: SavedValue(path=entries[key].path, tree=tree) for key, tree in values.items()},
@@ -104,10 +104,10 @@ class Contents:
 
 
 def _aliases(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the keys of tensors that share another tensor's bytes, each with the other's key."""
+    """Return the keys of tensors that share another tensor's bytes, each with the other tensor's key."""
     first: dict[tuple[str, int], str] = {}
     aliases: dict[str, str] = {}
-    # Of several keys, prefer the one that is the tensor's path in the state.
+    # If several keys share bytes, prefer the key that is the tensor's path in the state.
     for key, entry in sorted(entries.items(), key=lambda item: ".".join(map(str, item[1].path)) != item[0]):
         if entry.dtype is not None and entry.chunks:
             place = entry.chunks[0].file, entry.chunks[0].offset_bytes
@@ -129,9 +129,9 @@ class _Moments:
     prefix: str
     """The prefix of the names of the model's parameters."""
     moments: Mapping[str, tuple[str, str]]
-    """By key: the key of the parameter, and the name of the state."""
+    """The key of the parameter and the name of the state, by the moment's key."""
     counters: Mapping[str, str]
-    """By the key of a parameter: the key of its count of updates."""
+    """The key of the update count, by the parameter's key."""
     owned: Collection[str]
     """The keys of moments, and of single numbers next to them."""
 
@@ -159,7 +159,7 @@ class _Moments:
 
 
 def splits(key: str) -> Iterator[tuple[str, str]]:
-    """Yield the parameter and the state that *key* names, if it is a key of an optimizer's state."""
+    """Yield the parameter and the state in *key*, if it is a key of an optimizer's state."""
     match = _OF_OPTIMIZER.search(key)
     name, dot, state = key[match.end() :].rpartition(".") if match else ("", "", "")
     if dot:
@@ -167,7 +167,7 @@ def splits(key: str) -> Iterator[tuple[str, str]]:
 
 
 def _prefix_of(names: Collection[str], keys: Collection[str]) -> str:
-    """Return the prefix of most of *names* among *keys*."""
+    """Return the prefix that most of *names* have among *keys*."""
     counts: dict[str, int] = {}
     known = set(names)
     for key in keys:
@@ -185,7 +185,7 @@ def _tails(key: str) -> Iterator[tuple[str, str]]:
 
 
 def _model_prefix(entries: Mapping[str, Entry]) -> str:
-    """Return the prefix of the model's names if there is no optimizer: the key that the model was nested in."""
+    """Return the prefix of the model's names if there is no optimizer: the key under which the model was nested."""
     tops = {entry.path[0] for entry in entries.values() if entry.dtype is not None and len(entry.path) > 1}
     return next((f"{top}." for top in ("model", *_single(tops)) if top in tops), "")
 

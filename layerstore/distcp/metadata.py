@@ -1,8 +1,8 @@
 """
-The file ``.metadata`` of a PyTorch distributed checkpoint: its tensors, their chunks, and where these lie.
+The file ``.metadata`` of a PyTorch distributed checkpoint: its tensors, their chunks, and where the chunks lie.
 
-It is a pickle of torch's own classes, which is read and written here as an inert tree. Each chunk, and each value that
-is not a tensor, is a small archive of ``torch.save`` inside a data file.
+It is a pickle of torch's own classes, which this module reads and writes as an inert tree. Each chunk, and each value
+that is not a tensor, is a small archive of ``torch.save`` inside a data file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ _STORAGE_META = f"{_CLASSES}.StorageMeta"
 _PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _GET_LAYOUT = "torch.serialization._get_layout"
 _DICT = "builtins.dict"
-"""We write the map of places as a call with pairs: its keys are objects, which cannot be keys in a tree."""
+"""We write the map of storage locations as a call with pairs: its keys are objects, which no tree can have as keys."""
 
 _KNOWN = frozenset(
     {
@@ -49,11 +49,11 @@ _KNOWN = frozenset(
             _GET_LAYOUT,
             _DICT,
         ),
-        # A checkpoint's id may be a path; since Python 3.13, these come from pathlib._local.
+        # A checkpoint's id may be a path; since Python 3.13, path classes come from pathlib._local.
         *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
     }
 )
-# The version that torch's own writer states: CURRENT_DCP_VERSION.
+# The version that torch's own writer writes: CURRENT_DCP_VERSION.
 _VERSION = "1.0.0"
 
 
@@ -62,10 +62,10 @@ class Chunk:
     """A box of a tensor's elements, or a value that is not a tensor, and its archive."""
 
     offsets: tuple[int, ...]
-    """The index of its first element, by dimension."""
+    """The index of the chunk's first element, by dimension."""
     sizes: tuple[int, ...]
     file: str
-    """Its path below the checkpoint's folder."""
+    """The file's path below the checkpoint's folder."""
     offset_bytes: int
     size_bytes: int
 
@@ -77,7 +77,7 @@ class Entry:
     key: str
     """The key that readers ask for."""
     path: KeyPath
-    """Where it is in the nested state that was saved."""
+    """The entry's path in the nested state that was saved."""
     dtype: str | None
     """Code of the element type; None for a value that is not a tensor, which is one chunk without sizes."""
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class Entry:
 
 
 def metadata_bytes(entries: Iterable[Entry]) -> bytes:
-    """Return the file for *entries*; several of them may name the same archives."""
+    """Return the file for *entries*; several entries may refer to the same archive."""
     described: dict[Tree, Tree] = {}
     paths: dict[Tree, Tree] = {}
     places: list[Tree] = []
@@ -101,7 +101,7 @@ def metadata_bytes(entries: Iterable[Entry]) -> bytes:
         state_dict_metadata=described,
         planner_data=paths,
         storage_data=Inert(name=_DICT, arguments=(places,)),
-        # torch's reader makes its own.
+        # torch's reader makes its own storage_meta.
         storage_meta=None,
         version=_VERSION,
     )
@@ -163,7 +163,7 @@ _Box = tuple[Size, Size]
 
 
 def _steps(path: Tree) -> KeyPath:
-    """Return *path* if it is a path, else an empty path."""
+    """Return *path* if it is a path, otherwise an empty path."""
     steps = path if isinstance(path, tuple) else ()
     return tuple(step for step in steps if isinstance(step, str | int))
 
@@ -178,7 +178,7 @@ class _MetadataReader:
         whole = self._fields(tree, _METADATA)
         paths = whole.get("planner_data")
         places = dict(self._places(whole.get("storage_data")))
-        # Tensors come rank by rank, but the paths in the order of the nested state.
+        # Tensors come rank by rank, but paths come in the order of the nested state.
         order = {key: number for number, key in enumerate(paths)} if isinstance(paths, dict) else {}
         described_by = self._map(whole.get("state_dict_metadata"))
         for key, described in sorted(described_by.items(), key=lambda item: order.get(item[0], len(order))):
@@ -216,7 +216,7 @@ class _MetadataReader:
         return code, shape, boxes
 
     def _places(self, node: Tree) -> Iterator[tuple[tuple[str, Size | None], dict[Tree, Tree]]]:
-        """Yield the fields of each archive's place, by key and offsets."""
+        """Yield the fields of each archive's location, by key and offsets."""
         match node:
             case Inert(name=name, arguments=(list(pairs),)) if name == _DICT:
                 items = [(pair[0], pair[1]) for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]
@@ -227,7 +227,7 @@ class _MetadataReader:
             offset, tensor_name = index.get("offset"), index.get("fqn")
             if not isinstance(tensor_name, str) or not isinstance(offset, Size | None):
                 raise self._unlike("an index")
-            # The number in an index is only a hint for torch's own search: name and offset are enough.
+            # The number in an index is only a hint for torch's own search: the name and the offset identify the chunk.
             yield (tensor_name, offset), self._fields(value, _PLACE)
 
     def _index(self, node: Tree) -> dict[Tree, Tree]:
@@ -249,7 +249,7 @@ class _MetadataReader:
             isinstance(file, str) and isinstance(offset, int) and isinstance(length, int) and offset >= 0 <= length
         ):
             raise self._unlike("a place")
-        # `..` as a part, NUL anywhere.
+        # Refuse `..` as a path component, and NUL anywhere.
         if PurePosixPath(file).is_absolute() or {"..", "\0"} & {*PurePosixPath(file).parts, *file}:
             raise SourceCheckpoint(
                 f"{self._path} names the file {file!r}, which is not below its folder",

@@ -3,7 +3,7 @@ The keys of a composite's tensors and values in a distributed checkpoint.
 
 A commit saved by DCP keeps its keys. A commit saved by DeepSpeed gets the keys of
 ``torch.distributed.checkpoint.state_dict.get_state_dict``, nested and flattened, below ``model`` and ``optim``, and
-those that torchtitan and the HF Trainer use for the same tensors. Its weights are the fp32 masters.
+the keys that torchtitan and the HF Trainer use for the same tensors; its weights are the fp32 masters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,19 +27,19 @@ from layerstore.zero3.trees import counter_like
 
 _MODEL, _OPTIMIZER = "model", "optim"
 _MODEL_ALIASES = ("",)
-"""torchtitan puts a model's tensors at the top."""
+"""torchtitan puts a model's tensors at the top level."""
 _OPTIMIZER_ALIASES = ("optimizer",)
 """The name in torchtitan, Accelerate and the Trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A tensor or a value, and what it is called."""
+    """A tensor or a value, with its path and keys."""
 
     path: KeyPath
-    """Where it is in the nested state."""
+    """The path of the tensor or value in the nested state."""
     keys: tuple[str, ...]
-    """The keys that readers ask for: several for tied parameters, and where trainers use other names."""
+    """The keys that readers ask for: several for tied parameters, or if trainers use different keys."""
     dtype: str | None
     """Code of the element type; None for a value that is not a tensor."""
     shape: tuple[int, ...]
@@ -65,9 +65,9 @@ def names_of(
     adam_step: AdamStep,
 ) -> tuple[list[Named], list[str]]:
     """
-    Return everything in *composition*, whose layers are *versions*, and notes on what it lacks.
+    Return everything in *composition*, whose layers are *versions*, and notes on what is left out.
 
-    Step counters are the base's, or each layer's own.
+    *adam_step* decides whether step counters come from the base or from each layer.
 
     Raises:
         LayoutMismatch: The base has no moments, or moments of no single parameter; or a layer has no step of its own.
@@ -102,7 +102,7 @@ def _of_dcp(
         tensor, held = described[saved.held.name], saved.held
         if isinstance(tensor, Buffer):  # in a layer that DeepSpeed saved
             held = replace(held, kind=Kind.BUFFERS)
-        elif held.kind is not Kind.OPTIMIZER:  # an older version may have been frozen, or trained
+        elif held.kind is not Kind.OPTIMIZER:  # a version from another save may be frozen, or trained
             held = replace(held, kind=Kind.MASTER if slices.shards(Kind.MASTER, tensor.name) else Kind.WEIGHTS)
         dtype = _dtype(slices, held, tensor.shape, default=tensor.dtype)
         yield Named(path=saved.path, keys=(key,), dtype=dtype, shape=tensor.shape, layer=layers[tensor.name], held=held)
@@ -122,7 +122,7 @@ def _dtype(slices: Slices, held: Held, shape: tuple[int, ...], *, default: str) 
     return slices.dtype(held.kind, held.name, state=held.state) if prod(shape) else default
 
 
-# -- of DeepSpeed ------------------------------------------------------------------------------------------------------
+# -- from DeepSpeed ----------------------------------------------------------------------------------------------------
 
 
 def _of_layers(versions: Iterable[LayerVersion], slices: Slices, optimizer: OptimizerState) -> Iterator[Named]:
@@ -156,7 +156,7 @@ def _named_tensor(  # noqa: PLR0917  # all of one tensor
 
 
 def _of_optimizer(optimizer: OptimizerState) -> Iterator[Named]:
-    """Yield everything of the optimizer that is not as large as a parameter."""
+    """Yield all optimizer state that is not as large as a parameter."""
     for state, value, names in optimizer.alike():
         for name in names:
             yield Named.of_value(*_optimizer_names("state", unwrapped(name), state), value)

@@ -1,8 +1,8 @@
 """
 Ingest a PyTorch distributed checkpoint onto a base commit of the same model.
 
-The checkpoint holds masters and moments. All else that DeepSpeed needs comes from the base, advanced by the updates
-since (see ``advance``). Slices are cut for as many ranks as the base has, from whatever chunks the folder has.
+The checkpoint holds masters and moments. Everything else that DeepSpeed needs comes from the base, advanced by the
+updates since the base (see ``advance``). Slices are cut for as many ranks as in the base, whatever the folder's chunks.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -58,7 +58,7 @@ from layerstore.zero3 import (
 from layerstore.zero3.trees import STEP
 
 _USUAL = ("model.", "optim.")
-"""The prefixes of names in a folder that was written as in PyTorch's own examples."""
+"""The prefixes of names in a folder written as PyTorch's own examples do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +66,14 @@ class DcpCheckpoint:
     """A distributed checkpoint that was read onto a base."""
 
     checkpoint: Checkpoint
-    """As if DeepSpeed had saved it; its slices name tensors instead of files."""
+    """As if DeepSpeed had saved it; the paths in its slices identify tensors instead of files."""
     _wanted: Mapping[Path, Wanted]
     _files: Mapping[str, Path]
     """Files of the folder that replace files of the base, by path in the base."""
     _updates_since: UpdatesSince
     _base: CommitRecord
     _world_sizes: Mapping[str, int]
-    """By layer: how many ranks it is cut for, as in the base."""
+    """The number of ranks that each layer is cut for, as in the base, by layer."""
 
     def transfer(
         self,
@@ -86,7 +86,7 @@ class DcpCheckpoint:
         moments: bool = True,
         compact: CompactLayers = NONE_COMPACT,
     ) -> Content:
-        """Stage what `layerstore.ingest.transfer` stages of a DeepSpeed checkpoint; raises as it does."""
+        """Do what `layerstore.ingest.transfer` does for a DeepSpeed checkpoint; raises the same errors."""
         return stage(
             self.checkpoint,
             self._wanted,
@@ -106,7 +106,7 @@ class DcpCheckpoint:
         """Stage the ranks' states; return them, and a note if the new weights made files stale."""
         states = self.checkpoint.states
         if self._updates_since.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
-            # Nothing was updated since: this is the base's own save.
+            # Nothing was updated since the base: the folder holds the base's own save.
             self._claim([*self._base.states, *(ref for state in states for ref in objects_of_state(state))], writer)
             return self._base.states, []
         paths = {file.path for state in states for file in state.files} | {
@@ -133,7 +133,7 @@ class DcpCheckpoint:
         return staging.whole_state(moved)
 
     def _claim(self, refs: Iterable[BlobRef], writer: ObjectWriter) -> None:
-        """Claim *refs*, which the base names, so that no collection removes them; raise Overtaken if one has."""
+        """Claim *refs*, which the base needs, so that no collection removes them; raise Overtaken if one is gone."""
         for ref in refs:
             if not writer.reuse(ref):
                 raise Overtaken(
@@ -150,8 +150,8 @@ def read_dcp(repo: Repository, path: Path, base: Resolved, *, follow: bool = Fal
     Read the FSDP checkpoint in the folder *path* onto *base*; links in it are followed only with *follow*.
 
     Raises:
-        SourceCheckpoint: It is incomplete, damaged or untrusted.
-        LayoutMismatch: It has another model or optimizer than *base*, or is older.
+        SourceCheckpoint: The checkpoint is incomplete, damaged or untrusted.
+        LayoutMismatch: The checkpoint has a different model or optimizer from *base*, or is older.
     """
     return _Reading(repo, open_folder(path, follow=follow), base).checkpoint()
 
@@ -224,7 +224,7 @@ class _Reading:
         )
 
     def _has_its_own(self, file: SourceFile) -> bool:
-        """Whether the folder has a different file of the same name; a file that an export put there is the base's."""
+        """Whether the folder's file of this name differs from the base's; an export puts the base's file there."""
         path = self._folder.path / file.path
         if not path.is_file():
             return False
@@ -242,7 +242,7 @@ class _Reading:
             beside = sorted({path for path in paths if path.rpartition("/")[2] in SCHEDULES})
             if beside:
                 behind = f"{updates_since.updates} steps behind"
-                yield f"{beside[0]} is that of {self._called}, {behind}: set the schedule yourself"
+                yield f"{beside[0]} comes from {self._called}, {behind}: set the schedule yourself"
         rounded = [
             wanted for wanted in self._wanted.values() if wanted.is_rounded and wanted.tensor.dtype != wanted.dtype
         ]
@@ -254,7 +254,7 @@ class _Reading:
     # -- names -----------------------------------------------------------------------------------------------------
 
     def _prefix(self, names: Collection[str], what: str) -> str:
-        """Return the prefix that the folder puts before all of *names*; of several, the usual one, or the shortest."""
+        """Return the folder's prefix of all *names*; if several fit, a usual prefix, otherwise the shortest."""
         keys = self._folder.entries.keys()
         first = next(iter(names), "")
         prefixes = {key.removesuffix(first) for key in keys if key.endswith(first)}
@@ -276,7 +276,7 @@ class _Reading:
         }
         for key, entry in self._folder.entries.items():
             name = key.removeprefix(self._model)
-            is_alias = ".".join(map(str, entry.path)) != key  # as in our own folders: several keys for a tensor
+            is_alias = ".".join(map(str, entry.path)) != key  # as in folders that we wrote: a tensor has several keys
             is_of_model = self._model and key.startswith(self._model) and entry.dtype is not None and not is_alias
             if is_of_model and name not in known:
                 raise LayoutMismatch(
@@ -287,7 +287,7 @@ class _Reading:
     # -- the optimizer ---------------------------------------------------------------------------------------------
 
     def _count(self, name: str) -> int | None:
-        """Return how many updates the parameter has had."""
+        """Return how many updates the parameter *name* has had."""
         key = f"{self._optimizer}state.{unwrapped(name)}.{STEP}"
         return updates_counted(self._folder.value(key)) if key in self._folder.entries else None
 
@@ -319,7 +319,7 @@ class _Reading:
             if prod(buffer.shape)
         ]
         if buffers:
-            objects[Kind.BUFFERS, 0, 1] = buffers  # one copy, as in the folder, whatever the base has
+            objects[Kind.BUFFERS, 0, 1] = buffers  # one copy, as in the folder, however many the base has
         steps = {counts[parameter.name] for parameter in version.parameters if parameter.name in counts}
         return LayerSource(
             layer=version.layer,
@@ -334,7 +334,7 @@ class _Reading:
         )
 
     def _kinds_kept(self, parameter: Parameter) -> Iterator[tuple[Kind, str]]:
-        """Yield what is kept of a parameter: its master and its moments, or its weights if it has no master."""
+        """Yield the kinds kept for a parameter: its master and its moments, or its weights if it has no master."""
         if not self._slices.shards(Kind.MASTER, parameter.name):
             yield Kind.WEIGHTS, ""
             return
@@ -346,7 +346,7 @@ class _Reading:
         bare = unwrapped(described.name)
         key = f"{self._optimizer}state.{bare}.{state}" if state else self._model + bare
         dtype = self._slices.dtype(kind, described.name, state=state)
-        # Not the path of a file: it names a tensor, which the reader looks up in `wanted`.
+        # Not the path of a file: it identifies a tensor, which the reader looks up in `wanted`.
         path = self._folder.path / key
         if path not in self._wanted:
             self._wanted[path] = self._checked(kind, key, described, dtype)

@@ -1,8 +1,8 @@
 """
 Plan a DCP save: which rank writes which objects, from the boxes that DCP has assigned to ranks.
 
-The slices of a parameter are numbered in its own order, whichever rank writes them. So a mesh whose replicas share the
-work makes the same slices as one without replicas, and two ranks may each write a part of one shard of a layer.
+The slices of a parameter are numbered in element order, whichever rank writes them. So a mesh whose replicas share the
+work makes the same slices as a mesh without replicas, and two ranks may each write some slices of one layer's shard.
 """
 
 import re
@@ -29,7 +29,7 @@ class Item:
 
     rank: int
     number: int
-    """Its position among the rank's items."""
+    """The item's position among the rank's items."""
     key: str
     dtype: str | None
     """Code of the element type; None for a value."""
@@ -39,12 +39,12 @@ class Item:
 
     @property
     def path(self) -> Path:
-        """The path by which slices name it, and by which the rank finds it again."""
+        """The path by which slices refer to the item, and by which the rank finds it again."""
         return Path(str(self.number))
 
 
 Work = tuple[tuple[str, ObjectSource], ...]
-"""The objects that a rank writes, each with its layer; slices name items."""
+"""The objects that a rank writes, each with its layer; slices refer to items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class PlannedSave:
     """A save before anything is written."""
 
     entries: Mapping[str, Entry]
-    """Everything in the state, by key; where its chunks lie is not known here."""
+    """Everything in the state, by key; its chunks have no locations yet."""
     contents: Contents
     layers: tuple[LayerSource, ...]
     """Every layer, with the objects of all ranks."""
@@ -73,7 +73,7 @@ def plan_save(
     """
     Plan a save of *items* on *world_size* ranks; *pattern* may name the layers.
 
-    *paths* lead to each key in the nested state, in its order. *aliases*, *trained* and
+    *paths* are the paths of all keys in the nested state, in its order. *aliases*, *trained* and
     *of_optimizer* are for `Contents`.
     """
     # Ranks pass their items in any order; layers, parameters and values keep the order of the state.
@@ -81,7 +81,7 @@ def plan_save(
     items = sorted(items, key=lambda item: order.get(item.key, len(order)))
     entries = {item.key: _entry(item, paths.get(item.key, ())) for item in items}
     contents = Contents.of(entries, aliases=aliases, trained=trained, of_optimizer=of_optimizer)
-    # A tied tensor has two keys, and is written once, under the first.
+    # A tied tensor has two keys, and is written once, under the first key.
     by_key = _boxes_by_key((item for item in items if item.key not in (aliases or {})), contents)
     shards = max(map(len, by_key.values()), default=1)
     layers, work = [], [list[tuple[str, ObjectSource]]() for _ in range(world_size)]
@@ -103,7 +103,7 @@ def plan_save(
                 parameters=tuple(contents.parameters[name] for name in sorted(names)),
                 buffers=(),
                 objects=tuple(objects),
-                # Counters are values: what they say is not known before they are written.
+                # Counters are values, which are not known before they are written.
                 optimizer_step=None,
                 cut="boxes" if any(part.box for source in objects for part in source.slices) else "partition",
             )
@@ -122,7 +122,7 @@ def _entry(item: Item, path: KeyPath) -> Entry:
 
 
 def _boxes_by_key(items: Iterable[Item], contents: Contents) -> dict[str, list[Item]]:
-    """Return the boxes of each tensor that a layer holds, in the tensor's order; empty ones are left out."""
+    """Return the boxes of each tensor that a layer holds, in the tensor's order, without empty boxes."""
     boxes_by_key: dict[str, list[Item]] = {}
     for item in items:
         if item.key in contents.tensors and prod(item.sizes) > 0:
@@ -141,7 +141,7 @@ def _keys_by_name(contents: Contents) -> dict[str, list[str]]:
 
 def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSource]]:
     """Yield the *boxes* of a tensor as slices: as runs of elements if every box is one run."""
-    # Two runs of a box are enough to know that it is not a single run.
+    # Two runs are enough to know that a box is not a single run.
     runs = [[*islice(box_runs(item.shape, item.offsets, item.sizes), 2)] for item in boxes]
     are_runs = all(len(runs_of_box) == 1 for runs_of_box in runs)
     for item, (first, *_) in zip(boxes, runs, strict=True):
@@ -162,6 +162,6 @@ def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSour
 
 
 def common_step(counts: Iterable[float | None]) -> int | None:
-    """Return how often a layer was updated, from the counts of its parameters; None if they differ."""
+    """Return how often a layer was updated, from its parameters' counts; None if the counts differ."""
     numbers = {int(count) for count in counts if count is not None and 0 <= count < STEP_MAX}
     return numbers.pop() if len(numbers) == 1 else None

@@ -1,5 +1,5 @@
 """
-Read the tensors of a distributed checkpoint as flat runs of bytes, whatever chunks they were saved in.
+Read the tensors of a distributed checkpoint as flat runs of bytes, however they were chunked when saved.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ from layerstore.zero3.pt import Pickles, read_section
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRun:
-    """Elements of a tensor, consecutive in its flat order, that are contiguous in a file."""
+    """Consecutive elements of a flat tensor that are also contiguous in a file."""
 
     first: int
     elements: int
@@ -74,12 +74,12 @@ class DcpFolder:
 
     def __init__(self, path: Path, pickles: Pickles | None = None, *, follow: bool = False) -> None:
         """
-        Read the metadata of *path* or, since Accelerate keeps model and optimizer apart, of each folder in it.
+        Read the metadata in *path* or, since Accelerate keeps model and optimizer apart, in each folder below it.
 
-        *path* itself goes through no links; links in the folder are followed only with *follow*.
+        *path* must contain no links; links in the folder are followed only with *follow*.
 
         Raises:
-            SourceCheckpoint: There is none, or it is damaged, or a link.
+            SourceCheckpoint: *path* is no checkpoint, or one that is damaged or a link.
         """
         self.path = path
         self._follow = follow
@@ -98,7 +98,7 @@ class DcpFolder:
         self._pickles = pickles or Pickles()
 
     def allowed(self, path: Path) -> Path:
-        """Return *path*; raise SourceCheckpoint if a link leads to it that may not be followed."""
+        """Return *path*; raise SourceCheckpoint if it is reached by a link that must not be followed."""
         if not self._follow and path.resolve() != path:
             raise linked(path)
         return path
@@ -120,7 +120,7 @@ class DcpFolder:
         Return the tensor *key*; its chunks are checked, but not its bytes.
 
         Raises:
-            SourceCheckpoint: A chunk is not what the metadata says, or is missing, or overlaps another.
+            SourceCheckpoint: A chunk contradicts the metadata, is missing, or overlaps another chunk.
         """
         entry = self.entries[key]
         if entry.dtype is None:
@@ -148,7 +148,7 @@ class DcpFolder:
             offset = located.offset_bytes + tensor.offset * item
             for first, elements in box_runs(entry.shape, chunk.offsets, chunk.sizes):
                 count += 1
-                # A chunk of a few columns has a run for each row: a file's claims must not fill the memory.
+                # A chunk of a few columns has a run for each row: a file's sizes must not fill the memory.
                 if count > RENAMED_RUNS_MAX:
                     raise Unsupported(f"{self.path}: {entry.key!r} lies in more than {RENAMED_RUNS_MAX} pieces")
                 yield FileRun(first=first, elements=elements, path=located.path, offset_bytes=offset)

@@ -1,7 +1,7 @@
 """
 Ingest a PyTorch distributed checkpoint by itself: nothing from DeepSpeed is known or needed.
 
-Tensors are cut into slices while they are read, as few as keep objects small. All else becomes one state.
+Tensors are cut into slices during the read, the fewest that keep objects small. Everything else becomes one state.
 """
 
 import re
@@ -43,7 +43,7 @@ from layerstore.zero3 import (
 from layerstore.zero3.trees import STAGE_3, number_of
 
 _STEP_KEYS = ("step", "global_step", "train_state.step")
-"""Where trainers keep their own step, as a value of the state."""
+"""The keys under which trainers keep their own step, as a value of the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class StandaloneCheckpoint:
     """A distributed checkpoint that was read by itself."""
 
     checkpoint: Checkpoint
-    """As if DeepSpeed had saved it; its slices name tensors instead of files."""
+    """As if DeepSpeed had saved it; the paths in its slices identify tensors instead of files."""
     _wanted: Mapping[Path, Wanted]
     _state: DcpState
     _beside: tuple[Path, ...]
@@ -68,7 +68,7 @@ class StandaloneCheckpoint:
         moments: bool = True,
         compact: CompactLayers = NONE_COMPACT,
     ) -> Content:
-        """Stage what `layerstore.ingest.transfer` stages of a DeepSpeed checkpoint; raises as it does."""
+        """Do what `layerstore.ingest.transfer` does for a DeepSpeed checkpoint; raises the same errors."""
         del repo
         return stage(
             self.checkpoint,
@@ -109,12 +109,12 @@ def read_standalone(
     follow: bool = False,
 ) -> StandaloneCheckpoint:
     """
-    Read the DCP checkpoint in the folder *path*, as step *step* if given, else as the step that it states.
+    Read the DCP checkpoint in the folder *path*, as step *step* if given, otherwise as the step in the checkpoint.
 
     Raises:
-        SourceCheckpoint: It is incomplete, damaged or untrusted.
-        Unsupported: It has values of classes that are not known.
-        InvalidInput: It states no step, and none was given.
+        SourceCheckpoint: The checkpoint is incomplete, damaged or untrusted.
+        Unsupported: The checkpoint has values of unknown classes.
+        InvalidInput: The checkpoint states no step, and *step* is None.
     """
     folder = open_folder(path, allowed_globals=allowed_globals, follow=follow)
     contents = Contents.of(folder.entries)
@@ -127,7 +127,7 @@ def read_standalone(
         checkpoint=Checkpoint(
             found=found,
             step=_step(folder, values, counts.values(), given=step),
-            # No ranks are known: it is as if there were one for each slice.
+            # No ranks are known: count one rank for each slice.
             world_size=cut.shards,
             stage=STAGE_3,
             layers=tuple(cut.layers(counts)),
@@ -146,14 +146,14 @@ def read_standalone(
 
 
 def _counts(contents: Contents, values: Mapping[str, Tree]) -> dict[str, int]:
-    """Return how many updates each parameter has had, where that is known."""
+    """Return how many updates each parameter has had, if known."""
     counts = {name: number_of(values[key]) for name, key in contents.counters.items()}
     # The bounds also keep out NaN and infinities, which int() refuses.
     return {name: int(count) for name, count in counts.items() if count is not None and 0 <= count < STEP_MAX}
 
 
 def _step(folder: DcpFolder, values: Mapping[str, Tree], counts: Collection[int], *, given: int | None) -> int:
-    """Return *given*, or the trainer's step: its own file's, a value's, or the optimizer's number of updates."""
+    """Return *given*, or the step from the trainer's own file, a value, or the optimizer's number of updates."""
     path = folder.path / TRAINER_STATE
     stated = step_of_trainer(path) if path.is_file() else None
     if stated is None:
@@ -162,7 +162,7 @@ def _step(folder: DcpFolder, values: Mapping[str, Tree], counts: Collection[int]
         whole = (int(number) for number in numbers if number is not None and number % 1 == 0)
         stated = next(whole, max(counts, default=None))
     if given is None and stated is None:
-        raise InvalidInput(f"{folder.path} does not say which step it is of", hint="ingest it alone, with --step")
+        raise InvalidInput(f"{folder.path} does not state its step", hint="ingest it alone, with --step")
     return checked_step(stated if given is None else given, folder.path)
 
 
@@ -184,18 +184,18 @@ class _Cut:
     def __init__(self, folder: DcpFolder, contents: Contents, pattern: re.Pattern[str] | None) -> None:
         self._pattern = pattern
         self._contents = contents
-        own = {held: key for key, held in reversed([*contents.tensors.items()])}  # under several keys, the first
+        own = {held: key for key, held in reversed([*contents.tensors.items()])}  # of several keys, the first
         self.wanted = {
             folder.path / key: Wanted(tensor=(tensor := folder.tensor(key)), dtype=tensor.dtype) for key in own.values()
         }
-        """The tensors, by the path that slices name."""
+        """The tensors, by the path in their slices."""
         self._by_name: dict[str, list[tuple[Held, Path]]] = {}
         for held, path in zip(own, self.wanted, strict=True):
             self._by_name.setdefault(held.name, []).append((held, path))
         self.shards = max(1, -(-max(self._sizes().values(), default=0) // SLICED_BYTES))
 
     def _sizes(self) -> dict[tuple[str, Kind], int]:
-        """Return the size that each object would have uncut."""
+        """Return the size that each object would have without cutting."""
         sizes: dict[tuple[str, Kind], int] = {}
         for held, path in (held_tensor for tensors in self._by_name.values() for held_tensor in tensors):
             tensor, place = self.wanted[path].tensor, (layer_of(held.name, pattern=self._pattern), held.kind)
@@ -203,7 +203,7 @@ class _Cut:
         return sizes
 
     def layers(self, counts: Mapping[str, int]) -> Iterator[LayerSource]:
-        """Yield every layer; *counts* says how many updates each parameter has had."""
+        """Yield every layer; *counts* has each parameter's number of updates."""
         for layer, names in layers_in_order(self._contents.parameters, pattern=self._pattern).items():
             objects: dict[tuple[Kind, int], list[SliceSource]] = {}
             for held, path in (held_tensor for name in names for held_tensor in self._by_name[name]):

@@ -1,4 +1,4 @@
-"""Stage the layers of a distributed checkpoint: whatever chunks its tensors lie in, the store gets slices of them."""
+"""Stage the layers of a distributed checkpoint: however its tensors are chunked, the store gets slices."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -31,12 +31,12 @@ from layerstore.zero3 import Checkpoint, ObjectSource, check_unchanged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A tensor of the folder, and the element type that the store keeps it in."""
+    """A tensor of the folder, and the element type in which the store keeps it."""
 
     tensor: FlatTensor
     dtype: str
     is_rounded: bool = False
-    """Whether values that *dtype* cannot hold are rounded, as a buffer's are, instead of refused."""
+    """Whether values that *dtype* cannot hold are rounded, as in buffers, instead of refused."""
 
 
 Versions = Mapping[str, BlobRef]
@@ -58,9 +58,9 @@ def stage(
     compact: CompactLayers = NONE_COMPACT,
 ) -> Content:
     """
-    Stage the layers of *checkpoint* that are *due*, whose slices name the *wanted* tensors, and all else.
+    Stage the *due* layers of *checkpoint*, whose slices refer to *wanted* tensors, and everything else.
 
-    *world_sizes* says how many slices each layer is cut into. Raises as `layerstore.ingest.transfer` does.
+    *world_sizes* gives the number of slices per layer. Raises as `layerstore.ingest.transfer` does.
     """
     checksums = Checksums()
     layers = [layer for layer in checkpoint.layers if layer.layer in due]
@@ -93,10 +93,10 @@ def stage(
             )
             for layer, objects in zip(layers, staged, strict=True)
         }
-        # Before the checksums are checked: this reads files of the folder too.
+        # Before the checksums are checked, because staging the states reads files of the folder too.
         states, notes = stage_states(staging, writer, versions)
         checksums.check(checkpoint.checks, files)
-    # Last: had a trainer written to the folder while it was read, the layers could be from two saves.
+    # Last: if a trainer wrote to the folder during the read, the layers could come from two saves.
     check_unchanged(checkpoint.found)
     return Content(
         versions=versions,
@@ -117,7 +117,7 @@ def _staged(staging: Staging, compact: CompactLayers, layer: str, source: Object
 
 
 class _TensorReader:
-    """Reads the folder's tensors by the paths that name them, in the store's types, and its files by their paths."""
+    """Reads the folder's tensors, in the store's types, by the paths in slices, and its files by their own paths."""
 
     def __init__(self, wanted: Mapping[Path, Wanted], files: SourceReader, checksums: Checksums) -> None:
         self._wanted = wanted
@@ -134,13 +134,13 @@ class _TensorReader:
         for run in wanted.tensor.stretch(offset // item, size_bytes // item):
             position = run.offset_bytes
             for data in self._files.chunks(run.path, position, run.elements * by_code(wanted.tensor.dtype).bytes):
-                # Note the bytes as they are in the file: the folder's checksums are of those, not of converted bytes.
+                # Note the bytes as they are in the file: the folder's checksums cover these, not converted bytes.
                 self._checksums.note(run.path, position, len(data), crc32(data))
                 position += len(data)
                 yield _exactly(wanted, data)
 
     def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
-        """Fill each buffer with the bytes at its place."""
+        """Fill each buffer with the bytes at its path and offset."""
         for path, offset, buffer in places:
             begin = 0
             for data in self.chunks(path, offset, len(buffer)):
@@ -149,11 +149,11 @@ class _TensorReader:
 
 
 def _exactly(wanted: Wanted, data: memoryview) -> memoryview:
-    """Return *data* in the type that is kept; raise LayoutMismatch if that would lose something."""
+    """Return *data* in the type that the store keeps; raise LayoutMismatch if the conversion loses anything."""
     kept_dtype, source_dtype = wanted.dtype, wanted.tensor.dtype
     if kept_dtype == source_dtype:
         return data
-    # Converting back is the test: a value that the kept type cannot hold comes back as another.
+    # Converting back is the test: a value that the kept type cannot hold comes back different.
     converted = convert(data, source=source_dtype, target=kept_dtype)
     if not wanted.is_rounded and not equal_bytes(convert(converted, source=kept_dtype, target=source_dtype), data):
         raise LayoutMismatch(

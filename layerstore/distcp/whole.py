@@ -1,6 +1,6 @@
 """
-Read what FSDP saves as a ``FULL_STATE_DICT``, the Trainer's default: a file of ``torch.save`` for the model and one for
-the optimizer, with whole tensors.
+Read FSDP's ``FULL_STATE_DICT`` form, the Trainer's default: a file of ``torch.save`` for the model and another for the
+optimizer, with whole tensors.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ from layerstore.zero3 import distributed_at, refuse_file_per_rank, refuse_pointe
 from layerstore.zero3.pt import Pickles, read_pt
 
 _TOPS = {FSDP_MODEL: "model", FSDP_OPTIMIZER: "optim"}
-"""The key below which a distributed checkpoint would have the contents of each."""
+"""The key below which a distributed checkpoint would have each file's contents."""
 
 
 class WholeFolder(DcpFolder):
-    """Such a checkpoint on disk, as if it were a distributed checkpoint in which each tensor is one chunk."""
+    """A ``FULL_STATE_DICT`` on disk, read as a distributed checkpoint in which each tensor is one chunk."""
 
     def __init__(self, path: Path, pickles: Pickles, *, follow: bool = False) -> None:
         """
         Read both files; see `DcpFolder`.
 
         Raises:
-            SourceCheckpoint: One is missing, damaged, untrusted, or a link.
+            SourceCheckpoint: A file is missing, damaged, untrusted, or a link.
         """
         self.path = path
         self._follow = follow
@@ -49,10 +49,10 @@ class WholeFolder(DcpFolder):
         if key in self.entries:
             raise damaged(self.path / file, f"it has {key!r} twice")
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        # Where its storage lies: tensors at the same place are the same tensor.
+        # Where the tensor's storage lies: tensors with the same storage are the same tensor.
         place = value.storage.content if isinstance(value, Tensor) else None
         offset = place.offset_bytes if isinstance(place, Located) else 0
-        # The chunk's size is never used: the tree is here already.
+        # The chunk's size is never used: the tree has been read already.
         chunk = Chunk(offsets=(0,) * len(shape), sizes=shape, file=file, offset_bytes=offset, size_bytes=0)
         self.entries[key] = Entry(
             key=key,
@@ -71,7 +71,7 @@ class WholeFolder(DcpFolder):
 
 def _leaves(steps: KeyPath, tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
     """Yield the values in nested maps, and in the list of param groups, each with the path to it."""
-    # An empty map is a value: it has no leaves that could stand for it.
+    # An empty map is itself a value, because it has no leaves.
     if isinstance(tree, dict) and tree:
         pairs = list(tree.items())
     elif isinstance(tree, list) and steps[-1] == "param_groups":  # other lists are settings, such as betas
@@ -88,9 +88,9 @@ def open_folder(path: Path, *, allowed_globals: frozenset[str] = frozenset(), fo
     Read the checkpoint in *path*, in either form; links in it are followed only with *follow*.
 
     Raises:
-        SourceCheckpoint: There is none, or only half of one, or it is damaged, or a link.
+        SourceCheckpoint: *path* holds no checkpoint, or only half of one, or the checkpoint is damaged, or a link.
         Unsupported: Each rank has saved a file of its own.
-        InvalidInput: It holds pointers: its state is in a store.
+        InvalidInput: *path* holds pointers: its state is in a store.
     """
     path = real_path(path)
     whole = distributed_at(path) if path.is_dir() else None

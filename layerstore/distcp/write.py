@@ -1,7 +1,7 @@
 """
 The format ``dcp``: a composite as a PyTorch distributed checkpoint, which FSDP2 loads on any number of ranks.
 
-Several names may share one archive: those of tied parameters, and torchtitan's and the HF Trainer's own names.
+Several keys may share one archive: the keys of tied parameters, and torchtitan's and the HF Trainer's own keys.
 """
 
 import time
@@ -43,7 +43,7 @@ _ALIGNMENT_BYTES = 64
 
 def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep) -> ExportPlan:
     """
-    Decide which tensors go into which files; the step counters are the base's, or each layer's own.
+    Decide which tensors go into which files; *adam_step* chooses the base's step counters or each layer's.
 
     Raises:
         LayoutMismatch: The layers do not fit together, or the base has no moments, or moments of no single parameter.
@@ -95,7 +95,7 @@ def _is_older_form(path: Path) -> bool:
 
 
 def _value(archives: Archives, value: Tree) -> Chunk:
-    """Add a small *value*, and return its place."""
+    """Add a small *value*, and return its chunk."""
     begin, size_bytes = archives.add(value, alignment_bytes=_ALIGNMENT_BYTES)
     return Chunk(offsets=(), sizes=(), file=archives.path, offset_bytes=begin, size_bytes=size_bytes)
 
@@ -112,14 +112,14 @@ def _boxes(shape: tuple[int, ...], *, item_bytes: int) -> Iterator[tuple[tuple[i
 
 
 class _FilePlanner:
-    """Plans the data files, and collects where everything in them is."""
+    """Plans the data files, and collects the chunks in them."""
 
     def __init__(self, slices: Slices) -> None:
         self._slices = slices
         self._written: list[tuple[Named, tuple[Chunk, ...]]] = []
 
     def entries(self, below: str = "") -> Iterator[Entry]:
-        """Yield everything planned so far, under all its keys; *below* is put before the paths of its files."""
+        """Yield everything planned so far, under all its keys; *below* is prefixed to all file paths."""
         for tensor, chunks in self._written:
             placed = tuple(replace(chunk, file=below + chunk.file) for chunk in chunks)
             # All keys have one path, so that a reader of the whole state builds the tensor once.
@@ -141,7 +141,7 @@ class _FilePlanner:
         return archives.output()
 
     def _chunks(self, archives: Archives, named: Named, held: Held) -> Iterator[Chunk]:
-        """Add a tensor in chunks of whole rows, and yield their places."""
+        """Add a tensor in chunks of whole rows, and yield the chunks."""
         dtype = named.dtype
         assert dtype is not None, "layers hold tensors"
         for offsets, sizes, first in _boxes(named.shape, item_bytes=by_code(dtype).bytes):
@@ -157,7 +157,7 @@ class _FilePlanner:
 
 def held_pieces(slices: Slices, held: Held, *, dtype: str, offset: int, begin: int, end: int) -> Iterator[Piece]:
     """Yield the pieces of *slices* that make up the elements *begin* to *end* of a tensor, to be put at *offset*."""
-    if held.kind is Kind.BUFFERS:  # if ranks differed, the first rank's
+    if held.kind is Kind.BUFFERS:  # if the ranks' buffers differed, the first rank's is used
         stored = slices.find(held.kind, held.name, shard=0)
         yield stored.piece(offset, start=begin, elements=end - begin)
     elif begin < end:

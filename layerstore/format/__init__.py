@@ -1,4 +1,4 @@
-"""Convert between bytes and the model; pure, nothing here opens a file."""
+"""Convert between bytes and the model; this package is pure and opens no file."""
 
 from layerstore.format.canonical import Plain, pack, unpack
 from layerstore.format.fields import from_plain, to_plain

@@ -26,7 +26,7 @@ def pack(value: Plain) -> bytes:
     True
 
     Raises:
-        InvalidInput: It holds something that msgpack cannot express: invalid Unicode, an integer beyond 64 bits.
+        InvalidInput: *value* holds something that msgpack cannot express: invalid Unicode, an integer beyond 64 bits.
     """
     try:
         in_order = _sorted(value)
@@ -62,7 +62,7 @@ def pack_list(values: Sequence[bytes]) -> bytes:
 
 
 def pack_again(value: Plain) -> bytes:
-    """Encode a result of ``unpack``, or a part of one: like ``pack``, but faster, since its maps are in order."""
+    """Encode a result of ``unpack``, or a part of it: like ``pack``, but faster, since the maps are in order."""
     try:
         data: bytes = msgpack.packb(value, use_bin_type=True, strict_types=True)
     except (ValueError, TypeError, RecursionError) as exc:  # nested too deeply, for example
@@ -74,11 +74,11 @@ def unpack(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX,
     """
     Decode *data*, which errors call *what*.
 
-    Pass *is_canonical* to skip checking the form, which takes most of the time, if the caller compares a hash that
-    proves that *data* was checked before, or that this library wrote it.
+    *is_canonical* skips checking the form, which takes most of the time; pass it only if the caller compares a hash
+    that proves that *data* was checked before, or that this library wrote *data*.
 
     Raises:
-        IntegrityError: It is not a canonical encoding, or has more than *containers_max* maps and lists.
+        IntegrityError: *data* is not a canonical encoding, or has more than *containers_max* maps and lists.
     """
     as_map = None if is_canonical else _map_in_order
     value = _decode(data, what, as_map=as_map, containers_max=containers_max)
@@ -101,7 +101,7 @@ _BEGIN = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
 
 def check_containers(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX) -> None:
     """Raise IntegrityError if *data* has more than *containers_max* maps and lists; builds none of them."""
-    # An upper bound, as such a byte begins nothing inside texts and numbers; enough for nearly all data.
+    # An upper bound, as these bytes also occur inside texts and numbers; it is low enough for nearly all data.
     if len(data) - len(data.translate(None, _BEGIN)) <= containers_max:
         return
     counter = _counting(containers_max)
@@ -111,7 +111,7 @@ def check_containers(data: bytes, *, what: str, containers_max: int = BLOB_CONTA
 
 
 def _counting(containers_max: int) -> Generator[None, object]:
-    """Count what is sent; raise ValueError if that is too many."""
+    """Count the values sent; raise ValueError if there are too many."""
     for _ in range(containers_max + 1):
         yield
     raise ValueError(f"it has more than {containers_max} maps and lists")
@@ -119,7 +119,7 @@ def _counting(containers_max: int) -> Generator[None, object]:
 
 def _decode(data: bytes, what: str, *, as_map: _AsMap | None, containers_max: int) -> Plain:
     with _readable(what):
-        # Skim it first: unpacking allocates as many elements as a list claims, before it reads any of them.
+        # Skim the data first: unpacking allocates as many elements as a list claims, before it reads any of them.
         reader = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
         reader.feed(data)
         reader.skip()

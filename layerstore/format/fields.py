@@ -1,8 +1,8 @@
 """
 Convert between dataclasses and plain maps, field by field.
 
-It is strict both ways: an unknown or missing field, or a value of another type, means damage or a newer format; nothing
-is guessed. Names that become paths, and numbers that become sizes and loops, are checked here, for all callers.
+Conversion is strict both ways: an unknown or missing field, or a value of the wrong type, means damage or a newer
+format; nothing is guessed. Names used as paths, and numbers used as sizes or loop counts, are checked for all callers.
 Types are looked up once per class, because a commit has a thousand fields, and a plan may need ten commits.
 """
 
@@ -33,16 +33,16 @@ Check = Callable[[Any], bool]
 
 _PLAIN = frozenset({bool, int, float, str, bytes})
 
-# The types of a storage's content besides bytes; distinguished by their fields.
+# The types that a storage's content may have besides bytes; they are distinguished by their fields.
 _CONTENTS: tuple[type[object], ...] = (ObjectContent, FlatContent, FragmentContent, BufferContent)
 
 
 class _Misfit(Exception):
-    """A value does not fit its field. Enclosing fields prefix their names; it never leaves this module."""
+    """A value does not fit its field. Enclosing fields prefix their names; this never leaves the module."""
 
 
 def to_plain(value: object) -> Plain:
-    """Turn a dataclass of ``layerstore.model``, or a part of one, into a plain value whose maps are in order."""
+    """Turn a dataclass of ``layerstore.model``, or one of its fields, into a plain value whose maps are in order."""
     return _writer_of(cast(Any, type(value)))(value)
 
 
@@ -101,7 +101,7 @@ def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
 
 @cache
 def _reader_of(cls: Any) -> FieldReader:
-    """Return a function that reads a *cls*: it only checks plain fields; the others have their own readers."""
+    """Return a function that reads a *cls*: it only checks plain fields; other fields have their own readers."""
     fields = _fields(cls)
     names = frozenset(field.name for field in fields)
     may_lack = frozenset(field.name for field in fields if "omitted" in field.metadata)
@@ -118,7 +118,7 @@ def _reader_of(cls: Any) -> FieldReader:
             raise _Misfit(f"a {cls.__name__} has unknown or missing fields: {odd}")
         made: dict[str, Any] = value.copy()
         for name, default in defaults.items():
-            # Otherwise one record could be written in two ways, and have two ids.
+            # Refuse a default that is spelled out: otherwise one record could be written in two ways, with two ids.
             if made.setdefault(name, default) == default and name in value:
                 raise _Misfit(f"a {cls.__name__} spells out a default")
         for name, kind, check in plain:
@@ -221,7 +221,7 @@ _CONTRADICTIONS: dict[type, Callable[[Any], str | None]] = {
 
 
 def _plain_type(field: "dataclasses.Field[Any]") -> type | None:
-    """Return the single type of a *field* without structure, else None."""
+    """Return the type of *field* if it is a plain type, otherwise None."""
     kind = getattr(field.type, "__supertype__", field.type)
     return kind if kind in _PLAIN else None
 
@@ -308,7 +308,7 @@ def _alike_reader(cls: Any) -> Callable[[Any], Any]:
     """
     Return a function that reads rows of plain fields column by column, since a version has thousands of tensors.
 
-    It returns None if the rows are not alike, or wrong: the caller then reads them one by one.
+    The function returns None if the rows are wrong, or have different fields: the caller then reads them one by one.
     """
     fields = sorted((field for field in _fields(cls) if "omitted" not in field.metadata), key=lambda field: field.name)
     names = tuple(field.name for field in fields)

@@ -1,10 +1,10 @@
 """
-Commit records, pins and parts, the envelope around each of them, and the blobs that commits name.
+Commit records, pins and parts, the envelope around each of them, and the blobs that commits refer to.
 
 A record's id is the xxh3_128 of its body. Mere observations of the commit are stored outside the body, so that the same
-content saved twice has one name. A part is what one rank leaves for the rank that commits.
+content saved twice has one id. A part is one rank's share of a save, left for the rank that commits.
 
-The envelope states the store and the name, with a checksum over everything:
+The envelope holds the store's id and the file's name, with a checksum over everything:
 
     bytes  0-7    magic  89 'L' 'S' 'R' 0D 0A 1A 0A
            8-9    schema, big-endian
@@ -57,7 +57,7 @@ from layerstore.precision import COMPACT
 from layerstore.states import RankState
 
 WITHOUT_MOMENTS = "without-moments"
-"""Of the optimizer, only the masters are left, so training cannot resume from the commit."""
+"""The optimizer's moments are removed, but not its masters, so training cannot resume from the commit."""
 
 # Records with other flags need a newer layerstore.
 KNOWN_FLAGS: frozenset[str] = frozenset({COMPACT, DCP, WITHOUT_MOMENTS})
@@ -78,7 +78,7 @@ def seal(payload: bytes, *, name: str, store_id: str) -> bytes:
     head = _HEAD.pack(MAGIC, SCHEMA, bytes.fromhex(store_id), len(encoded_name))
     body = head + encoded_name + _LENGTH.pack(len(payload)) + payload
     assert len(body) + DIGEST_BYTES <= RECORD_BYTES_MAX, "records name blobs so that they stay small"
-    check_containers(payload, what=name, containers_max=RECORD_CONTAINERS_MAX)  # or nobody could read it again
+    check_containers(payload, what=name, containers_max=RECORD_CONTAINERS_MAX)  # otherwise nobody could read it
     return body + digest(body)
 
 
@@ -87,8 +87,8 @@ def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
     Check *data*, found under *name* in the store *store_id*, and return its payload.
 
     Raises:
-        IntegrityError: A byte has changed, or it belongs elsewhere.
-        Unsupported: It is intact, but has a newer schema.
+        IntegrityError: A byte has changed, or the data belongs to another file or store.
+        Unsupported: The data is intact, but has a newer schema.
     """
     if not _is_envelope(data):
         raise IntegrityError(f"{name} is not a record: it is empty, cut short or something else", path=name)
@@ -115,7 +115,7 @@ def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
 
 
 def stated_store(data: bytes) -> str | None:
-    """Return the id of the store that an intact envelope belongs to; None if *data* is not one."""
+    """Return the id of the store that an intact envelope belongs to; None if *data* is not an intact envelope."""
     if not (_is_envelope(data) and _is_whole(data)):
         return None
     store: bytes = _HEAD.unpack_from(data)[2]
@@ -166,8 +166,8 @@ def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
     Decode the commit whose file is named *name*.
 
     Raises:
-        IntegrityError: It is damaged, misplaced, or does not match its name.
-        Unsupported: It needs a newer layerstore.
+        IntegrityError: The file is damaged, misplaced, or does not match its name.
+        Unsupported: The record needs a newer layerstore.
     """
     payload = _payload(data, name, store_id, "body", "observed")
     body = payload["body"]
@@ -185,8 +185,8 @@ def unseal_entries(
     """
     Return run, step and id of the commit whose file is named *name*, and its entries for *layers*.
 
-    Builds only these: a composite takes a few layers from each of many commits. Canonical form was checked when the
-    file was first read in full; the id, which the caller compares, proves that the file is the same.
+    Builds only these entries: a composite takes a few layers from each of many commits. Canonical form was checked when
+    the file was first read in full; the id, which the caller compares, proves that the file is unchanged.
     """
     packed = unseal(data, name=name, store_id=store_id)
     known = unpack(packed, what=name, containers_max=RECORD_CONTAINERS_MAX, is_canonical=True)
@@ -242,7 +242,7 @@ def seal_part(part: Part, *, store_id: str) -> bytes:
 
 
 def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
-    """Decode the part whose file is named *name*; raises IntegrityError if it is damaged or misplaced."""
+    """Decode the part whose file is named *name*; raises IntegrityError if the part is damaged or misplaced."""
     plain = _payload(data, name, store_id, "part")["part"]
     part = from_plain(Part, plain, what=name)
     if part_name(part.session, part.save, part.rank) != name:
@@ -252,8 +252,8 @@ def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
 
 # -- blobs ---------------------------------------------------------------------------------------------------------
 
-# Version blobs and state blobs are small content-addressed files: eight bytes of magic, which state the kind, then one
-# canonical value. The name is the checksum.
+# Version blobs and state blobs are small content-addressed files: eight bytes of magic, which give the kind, then one
+# canonical value. A blob's name is its checksum.
 
 VERSION_MAGIC = b"\x89LSV\r\n\x1a\n"
 STATE_MAGIC = b"\x89LSS\r\n\x1a\n"
@@ -266,7 +266,7 @@ def encode_blob(
     objects: Sequence[PackedObject] = (),
     references: Sequence[PackedObject] = (),
 ) -> bytes:
-    """Return the bytes of *blob*; if a version has no objects itself, pass them packed: *objects* and *references*."""
+    """Return the bytes of *blob*; for a version without objects, pass them packed: *objects* and *references*."""
     assert not (objects or references) or (isinstance(blob, LayerVersion) and objects and not blob.named)
     if objects:
         whole = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(blob)).items()}
@@ -274,7 +274,7 @@ def encode_blob(
         data = pack_map(whole | {name: pack_list(list(map(_pack_whole, packed))) for name, packed in named.items()})
     else:
         data = pack_in_order(to_plain(blob))
-    check_containers(data, what=f"a {type(blob).__name__}")  # or nobody could read it again
+    check_containers(data, what=f"a {type(blob).__name__}")  # otherwise nobody could read it
     return (VERSION_MAGIC if isinstance(blob, LayerVersion) else STATE_MAGIC) + data
 
 
@@ -293,7 +293,7 @@ def pack_object(stored: StoredObject) -> PackedObject:
 
 
 def _pack_whole(packed: PackedObject) -> bytes:
-    """Return the encoding of the StoredObject that *packed* was."""
+    """Return the encoding of the StoredObject from which *packed* was made."""
     whole = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(packed)).items()}
     return pack_map(whole | {"tensors": packed.tensors})
 
@@ -335,7 +335,7 @@ def named_in_version(data: bytes, *, ref: BlobRef) -> list[BlobRef]:
     version = from_plain(LayerVersion, plain, what=f"object {ref.id}")
     _check_cut(version, ref)
     if {stored.reference for stored in version.objects} - {""} != {stored.id for stored in version.references}:
-        decode_version(data, ref=ref)  # raises, and says what is wrong
+        decode_version(data, ref=ref)  # raises the error that describes the problem
     return [stored.ref for stored in version.named]
 
 
@@ -345,7 +345,7 @@ def _items(plain: Plain, name: str) -> list[Plain]:
 
 
 def _misfit_of_coded(version: LayerVersion) -> str | None:
-    """Return what is wrong with the coded objects or what they refer to; None if nothing is."""
+    """Return what is wrong with the coded objects or their references; None if nothing is."""
     references = {stored.id: stored for stored in version.references}
     for stored in version.objects:
         codings = [CODINGS[tensor.coding] for tensor in stored.tensors if tensor.coding]

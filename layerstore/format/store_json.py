@@ -2,8 +2,8 @@
 ``store.json``: the file that makes a folder a store.
 
 It is JSON so that people can read it, with a checksum over its canonical text so that programs can trust it. The fields
-``format`` and ``needs`` exist in every format: any layerstore, past or future, can tell whether it may read on, and a
-later format may say which layerstore reads it.
+``format`` and ``needs`` exist in every format: any layerstore, past or future, can decide whether to read on, and a
+later format can state which layerstore reads it.
 """
 
 import json
@@ -20,7 +20,7 @@ FORMAT = 2
 HASH = "xxh3_128"
 # A writer must know all flags of a store; a reader may ignore unknown ones.
 KNOWN_FLAGS: frozenset[str] = frozenset()
-# Room for a version and no more, because this text, which another layerstore wrote, is printed.
+# Room for a version number and no more, because the text is printed, and another layerstore wrote it.
 _NEEDS_SIGNS_MAX = 40
 
 
@@ -34,12 +34,12 @@ class StoreIdentity:
     hash: str
     """The algorithm that names objects."""
     created: str
-    """When it was made, by the maker's clock; for people."""
+    """When the store was made, by the maker's clock; for people."""
     flags: tuple[str, ...] = ()
 
     @property
     def unknown_flags(self) -> list[str]:
-        """Flags that this layerstore does not know, so that it may read this store but not write to it."""
+        """Flags that this layerstore does not know; if there are any, it may read this store, but not write to it."""
         return sorted(set(self.flags) - KNOWN_FLAGS)
 
     @classmethod
@@ -55,11 +55,11 @@ class StoreIdentity:
     @classmethod
     def decode(cls, data: bytes, *, what: str) -> Self:
         """
-        Decode the text of a ``store.json``; errors call it *what*.
+        Decode the text of a ``store.json``; errors refer to it as *what*.
 
         Raises:
-            Unsupported: It has another format.
-            IntegrityError: It is damaged.
+            Unsupported: The store has a different format.
+            IntegrityError: ``store.json`` is damaged.
         """
         fields = _parse(data, what)
         # Checked before the checksum, which a newer format may compute differently.
@@ -86,8 +86,8 @@ def format_of(data: bytes, *, what: str, known: int = FORMAT) -> int:
     Return the format that the ``store.json`` *data* states; checks nothing else.
 
     Raises:
-        Unsupported: It is newer than the *known* one.
-        IntegrityError: It states none.
+        Unsupported: The format is newer than *known*.
+        IntegrityError: No format is stated.
     """
     fields = _parse(data, what)
     stated = fields.get("format")
@@ -101,7 +101,7 @@ def format_of(data: bytes, *, what: str, known: int = FORMAT) -> int:
 
 
 def stated_flags(data: bytes) -> tuple[str, ...] | None:
-    """Return the flags that can still be read from a damaged ``store.json``, None if none can."""
+    """Return the flags that can still be read from a damaged ``store.json``; None if none can."""
     try:
         flags = _parse(data, "store.json").get("flags")
     except IntegrityError:
@@ -110,10 +110,10 @@ def stated_flags(data: bytes) -> tuple[str, ...] | None:
 
 
 def _check_format(fields: dict[str, Any], what: str) -> None:
-    """Raise IntegrityError if the checksum is right for today's format: then a bit of the number has flipped."""
+    """Raise IntegrityError if the checksum fits the current format: the format number itself is then damaged."""
     rest = {name: value for name, value in fields.items() if name != "checksum"}
     if fields.get("checksum") == _checksum(rest | {"format": FORMAT}):
-        raise _damaged(what, f"its format says {fields['format']}, and its checksum is that of format {FORMAT}")
+        raise _damaged(what, f"its format is {fields['format']}, but its checksum fits format {FORMAT}")
 
 
 def _other_format(fields: dict[str, Any], what: str, *, known: int) -> Unsupported:

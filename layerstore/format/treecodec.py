@@ -2,7 +2,7 @@
 Trees as plain values: every container is a list that starts with its tag.
 
 Maps keep their order (a msgpack map would be sorted). Tensors that share memory still share it, because storages are in
-their own table and are named by position. For the tags, see docs/reference/format.md.
+their own table and are referred to by position. For the tags, see docs/reference/format.md.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ ContentFromPlain = Callable[[Plain, str], object]
 
 
 def encode_tree(tree: Tree, *, content_to_plain: ContentToPlain) -> Plain:
-    """Turn *tree* into ``[storages, root]``; *content_to_plain* encodes where a storage's bytes are."""
+    """Turn *tree* into ``[storages, root]``; *content_to_plain* encodes a storage's content."""
     return _Encoder(lambda storage: content_to_plain(storage.content)).image(tree)
 
 
@@ -106,7 +106,7 @@ class _Encoder:
         ]
 
 
-@lru_cache(1 << 12)  # mostly names, which are the same in the trees of all ranks
+@lru_cache(1 << 12)  # mostly names, which are identical in the trees of all ranks
 def _encode_text(value: str) -> Plain:
     try:
         value.encode()
@@ -119,7 +119,7 @@ def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str
     """Turn the result of ``encode_tree`` back into a tree; raises IntegrityError if *value* is not such a result."""
     try:
         rows, root = _typed(list, value)
-        # Only lists, though Python would unpack others too: an empty map would be a second spelling.
+        # Only lists, though Python would also unpack other types: an empty map would be a second spelling of [].
         storages = [_storage(_typed(list, row), content_from_plain, what) for row in _typed(list, rows)]
         template = _template(_packed(root, what), len(storages))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as exc:
@@ -136,7 +136,7 @@ def _packed(root: Plain, what: str) -> bytes:
         raise IntegrityError(f"{what} is not a tree: {exc}") from exc
 
 
-# All ranks of a save have the same two trees, except for their storages.
+# The two trees of a rank's state are identical in all ranks of a save, except for the storages.
 @lru_cache(maxsize=2)
 def _template(packed: bytes, count: int) -> Template | None:
     """Return the tree with the root *packed*, which views *count* storages; None if we would encode it differently."""
@@ -163,7 +163,7 @@ def _storage(row: list[Plain], content_from_plain: ContentFromPlain, what: str) 
 
 
 def _size_of(content: object) -> int | None:
-    """Return the size of *content*; None if it is made of slices, whose sizes only their layers know."""
+    """Return the size of *content*; None if *content* is made of slices, whose sizes only their layers hold."""
     if isinstance(content, bytes):
         return len(content)
     return content.size_bytes if isinstance(content, ObjectContent) else None

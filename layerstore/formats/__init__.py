@@ -1,7 +1,7 @@
 """
-The output formats of composites: a class for each, in a file of its name. The fields of the class are its options.
+The output formats of composites, one class each. The fields of a class are the format's options.
 
-Creating one is cheap: the code that writes it is imported when it is planned or written.
+Creating a format is cheap: the code that writes it is imported only when a composite is planned or written.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ _OF_ALL = ("verify", "durable", "force", "progress")
 
 
 def chosen_format(name: "str | Format", options: Mapping[str, object]) -> Format:
-    """Return the format *name* with its *options*; raises InvalidInput if there is none, or it has no such option."""
+    """Return the format *name* with its *options*; raises InvalidInput if the format or an option is unknown."""
     if not isinstance(name, str):
         if isinstance(name, type) or options:
             raise InvalidInput(

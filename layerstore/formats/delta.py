@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """The changes since a commit, for a server that holds its export."""
+    """The changes since a commit, for a server that holds that commit's export."""
 
     name: ClassVar[str] = "delta"
     about: ClassVar[str] = "what changed in hf's weights since a commit"
@@ -33,7 +33,7 @@ class Delta:
         check_fields(self)
         dtype_code(self.dtype)
         if self.since is None:
-            raise InvalidInput("a delta needs a base commit, and none was given", hint="name it: since, or --since REF")
+            raise InvalidInput("a delta needs a base commit, and none was given", hint="pass since, or --since REF")
 
     def plan(self, repo: "Repository", composition: "Composition") -> Plan:
         """Raise InvalidInput: a delta has no plan."""
@@ -42,7 +42,7 @@ class Delta:
     @staticmethod
     def unplanned() -> InvalidInput:
         """Return why there is no plan."""
-        return InvalidInput("a delta cannot be planned", hint="what changed is known only after reading both: write it")
+        return InvalidInput("a delta cannot be planned", hint="the changes are known only after reading both: write it")
 
     def write(
         self, repo: "Repository", composition: "Composition", out: Path, how: "Writing", progress: "Progress"

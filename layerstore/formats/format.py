@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from layerstore.shards import RankStates
     from layerstore.storage import Repository
 
-# Union, since | cannot join names in quotes, and importing what they name takes long.
+# Union, since | cannot join quoted names, and importing those classes takes long.
 Plan: TypeAlias = Union["ExportPlan", "RankStates"]
 """What would be written: files, or the states of ranks."""
 
 
 class FormatKeywords(TypedDict, total=False):
-    """The options of all formats, for type checkers: each format has some of them, and checks them."""
+    """The options of all formats, for type checkers: each format accepts some of them, and checks their values."""
 
     world_size: int | None
     adam_step: AdamStep
@@ -38,7 +38,7 @@ class Format(Protocol):
 
     name: ClassVar[str]
     about: ClassVar[str]
-    """What it is for, in the list of formats."""
+    """The format's purpose, for the list of formats."""
 
     def plan(self, repo: "Repository", composition: "Composition") -> Plan:
         """Return what would be written, without writing it."""

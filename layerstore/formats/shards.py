@@ -41,6 +41,6 @@ class Zero3(Shards):
     """Shards under stage 3, whatever stage saved them."""
 
     name: ClassVar[str] = "zero3"
-    about: ClassVar[str] = "the same for stage 3, whatever stage saved them"
+    about: ClassVar[str] = "to resume from under stage 3, whatever stage saved them"
 
     as_zero3: bool = True

@@ -1,8 +1,8 @@
 """
-Collect: remove the commits that retention does not keep, then the objects that nothing needs any more.
+Collect: remove the commits that retention does not keep, then the objects that nothing needs.
 
 `plan_gc` decides and writes nothing; `execute_gc` carries a plan out while others use the store. Records go first;
-objects are moved aside and looked at again, so that writers and readers need not wait (docs/internals/durability.md).
+objects are moved aside and checked again, so that writers and readers need not wait (docs/internals/durability.md).
 """
 
 import contextlib
@@ -38,15 +38,15 @@ class GcOutcome:
     """Every visible commit, run by run, newest first."""
     objects: Gone
     orphans: Gone
-    """The part of *objects* that no removed commit named: left by killed writers, or kept by the trash until now."""
+    """The part of *objects* that no removed commit refers to: left by killed writers, or kept by the trash so far."""
     young: Gone
-    """Objects that nothing needs, but that are too young to go: a writer may be about to name them."""
+    """Unneeded objects that are too young to go: a writer may be about to refer to them."""
     unfinished: Gone
     """Temporary files of killed writers, and parts of saves that nobody will complete."""
     trash: Gone
     """Dropped records and damaged files that leave the trash for good."""
     pins: tuple[str, ...]
-    """Pins, which keep all that they need."""
+    """The names of all pins; whatever a pin needs is kept."""
     dropped: tuple[str, ...] = ()
     """The dropped and replaced commits that leave the trash for good, as RUN@STEP."""
     waiting: Gone = field(default_factory=Gone)
@@ -86,20 +86,20 @@ class GcRequest:
     trash_seconds: float | None = None
     """How long dropped commits stay in the trash; None for the default."""
     elsewhere: Container[object] | None = None
-    """The only commits that may go, since a remote has them; None for all."""
+    """The commits that may go, because a remote has them; None if all may."""
     confirmed: GcOutcome | None = None
     """The plan that a user has confirmed, if any."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.confirmed, GcOutcome | None):
-            raise InvalidInput(f"confirmed is {self.confirmed!r}", hint="say what gc(dry_run=True) returned")
+            raise InvalidInput(f"confirmed is {self.confirmed!r}", hint="pass what gc(dry_run=True) returned")
         if self.grace_seconds is not None and not 0 <= self.grace_seconds < math.inf:
-            raise InvalidInput(f"grace_seconds is {self.grace_seconds}", hint="say seconds, like 3600, or None")
+            raise InvalidInput(f"grace_seconds is {self.grace_seconds}", hint="pass seconds, like 3600, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcPlan:
-    """What is to go, and the facts behind the decision."""
+    """What will be removed, and the facts behind the decision."""
 
     outcome: GcOutcome
     runs: tuple[tuple[RunView, tuple[CommitFate, ...]], ...]
@@ -113,9 +113,9 @@ class GcPlan:
 
 def has_work(facts: Facts, run: str) -> bool:
     """
-    Whether the rules of *facts* would remove anything of *run*; for savers, which ask after each commit.
+    Whether the rules of *facts* would remove anything of *run*; savers call this after each commit.
 
-    Nothing is marked, and only records that *facts* does not know yet are read; the collection itself reads all.
+    Marks nothing, and reads only records that *facts* does not know yet; the collection itself reads all.
     """
     repo = facts.repo
     view = repo.catalog.find(run)
@@ -131,20 +131,20 @@ def has_work(facts: Facts, run: str) -> bool:
 
 def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPlan:
     """
-    Decide what is to go; writes nothing but a probe for the filesystem's time.
+    Decide what to remove; writes nothing but a probe for the filesystem's time.
 
     Raises:
         IntegrityError: A record, pin, part or blob cannot be read, so what it needs is unknown; or commits would go
-            while one that stays lacks an object.
+            while a commit that stays lacks an object.
     """
     with concluding("nothing was removed"):
         return _plan(repo, request, progress)
 
 
 def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
-    # Taken first: whatever is written while we look is younger.
+    # Taken first, so that whatever is written while we look counts as younger.
     now_ns = repo.aside.now_ns()
-    # A short grace must not hit saves that take hours; 0 s may, because it promises that nobody writes.
+    # A short grace must not end saves that take hours; a grace of 0 may, as it promises that nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
     facts = Facts(repo, request.keep)
     runs = chosen(facts, request, now_ns)
@@ -163,7 +163,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
             with named(f"{fate.run}@{fate.step}"):
                 planned = plan_trim(repo, repo.catalog.commit(fate.name))
             marks.check_present(add_needs(marks.needs, planned), holder=fate)
-    # If no commit goes, no possible replacement for a lost object goes either, so nothing has to be whole.
+    # If no commit goes, no possible replacement for a lost object goes either, so nothing need be whole.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
     old, young = _tally(repo, fates, marks)
     leftovers = repo.aside.leftovers(before_ns=marks.dead_before_ns)
@@ -202,11 +202,11 @@ def _old_trash(repo: Repository, before_ns: int) -> tuple[list[RecordName], list
 
 
 _ByCommit = dict[int | None, Gone]
-"""What nothing needs any more, by the number of the commit that it goes with; None if no commit named it."""
+"""What nothing needs now, by the number of the commit that it is charged to; None if no commit refers to it."""
 
 
 def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> tuple[_ByCommit, _ByCommit]:
-    """Sum up unneeded objects, old and young. Each object is charged to the first commit that names it."""
+    """Sum up unneeded objects, old and young. Each object is charged to the first commit that refers to it."""
     needs_of_gone = Needs(repo, besides=marks.needs)
     for number, fate in enumerate(fates):
         if fate.goes or fate.loses_moments:
@@ -291,13 +291,13 @@ def _commit_fates(
 
 def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcOutcome:
     """
-    Remove what `plan_gc` finds; raises as that does.
+    Remove what `plan_gc` finds; raises what `plan_gc` raises.
 
     Safe to kill at any moment: what is needed stays readable, and the next collection settles what lies aside.
 
     Raises:
         Locked: Another collection is running.
-        Conflict: More would go than was confirmed; nothing was removed. Or a migration is unfinished.
+        Conflict: More would go than was confirmed, and nothing was removed; or a migration is unfinished.
     """
     repo.prepare_writing()
     with repo.lock_gc() as hold:
@@ -310,23 +310,23 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
         _remove_idle_parts(repo, plan)
         _remove_records(repo, plan)
         _check_no_migration(repo)
-        # Mark saves that were linked since the plan, before anything moves.
+        # Before anything moves, mark the saves that were published since the plan.
         _look_again(plan)
         repo.aside.make_folder()
         progress.start("remove", plan.outcome.objects.size_bytes)
         freed = Gone()
         while True:
             full = take_aside(repo, plan.marks, progress)
-            listed = repo.aside.ids()  # later arrivals belong to another collection, which settles them
+            listed = repo.aside.ids()  # another collection moves and settles later arrivals
             _look_again(plan)
-            hold.check()  # another collection that took the lock settles what lies aside
+            hold.check()  # if another collection took the lock, it settles what lies aside
             gone, waiting = settle(repo, plan.marks, listed)
             freed += gone
-            # On a full disk: the objects that were unlinked have made room to move the next ones aside.
+            # If the disk was full, the objects just unlinked have made room to move the next ones aside.
             if full is None:
                 break
             if not gone.count:
-                # Nothing could be unlinked either, so no round makes room for the next.
+                # Nothing could be unlinked either, so another round would find no more room.
                 raise full
         _tidy(repo, plan)
         return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
@@ -355,10 +355,10 @@ def check_confirmed(fates: Iterable[CommitFate], trash: Gone, request: GcRequest
 
 def _check_no_migration(repo: Repository) -> None:
     """
-    Make sure that no migration has read the records that this collection removes: it would bring them back.
+    Make sure that no migration has read the records that this collection removes: the migration would restore them.
 
     A migration makes its folder, then reads; a collection removes records, then looks for the folder, before any
-    object goes. So one of them sees the other, even if a lock was lost.
+    object goes. So one of the two sees the other, even if a lock was lost.
     """
     repo.records.check_store()
     if repo.files.exists(repo.layout.migrating):
@@ -369,13 +369,13 @@ def _check_no_migration(repo: Repository) -> None:
 
 
 def _remove_idle_parts(repo: Repository, plan: GcPlan) -> None:
-    """Remove the parts of idle sessions, before the next look: a rank that still wants to join them notices."""
+    """Remove idle sessions' parts before the next look, so that a rank that still wants to join them notices."""
     for session in plan.marks.dead_sessions:
         repo.parts.remove_session(session, before_ns=plan.marks.dead_before_ns)
 
 
 def _remove_records(repo: Repository, plan: GcPlan) -> None:
-    """Remove the records that go, and empty the trash; first retire what they hide, or it would reappear."""
+    """Remove the records that go and the old trash; first retire the commits that they hide, or these reappear."""
     for view, fates in plan.runs:
         if view.hidden:
             for row in view.visible:
@@ -386,7 +386,7 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
                     trim(repo, fate.name)
         going = [fate.name for fate in fates if fate.goes]
         repo.records.remove(going)
-        # After the records: the next query would drop a row without a record anyway.
+        # After the records: if killed in between, the next query drops rows without a record anyway.
         repo.catalog.forget(going)
     records, files = _old_trash(repo, plan.marks.trash_before_ns)
     for name in records:
@@ -397,12 +397,12 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
 
 @contextlib.contextmanager
 def _hinting_at_room() -> Iterator[None]:
-    """Say what makes room if the disk is too full to write the replacement of a trimmed commit."""
+    """Hint at how to make room if the disk is too full to write the replacement of a trimmed commit."""
     try:
         yield
     except StorageIO as exc:
         if exc.errno in FULL_DISK_ERRNOS:
-            exc.hint = "gc without --drop-optimizer-older-than writes nothing: run that first, it makes room"
+            exc.hint = "first run gc without --drop-optimizer-older-than: it writes nothing, and makes room"
         raise
 
 

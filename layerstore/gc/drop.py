@@ -1,7 +1,7 @@
 """
 Drop and undrop: move a commit's record to the trash, and back.
 
-Nothing is freed until a collection empties the trash, by age. Commits that inherited its layers keep their versions.
+Nothing is freed until a collection removes the record from the trash, by age. Commits that inherited layers keep them.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ class Dropped:
     """Its reference while it was visible."""
     commit: str
     size_bytes: int
-    """Bytes that a collection frees once it has left the trash; bytes that several share count with the first."""
+    """Bytes freed when a collection removes it from the trash; bytes shared by several commits count with the first."""
     inherited_by: tuple[str, ...]
-    """Commits of the run that stay and inherited layers from it, by step."""
+    """Commits of the run that stay and that inherited layers from this one, in step order."""
     pins: tuple[str, ...]
-    """Pins that keep what it needs."""
+    """Pins of this commit, which keep what it needs."""
     tip: str | None
-    """The run's tip without it; None if no commit is left."""
+    """The run's tip after the drop; None if no commit is left."""
     is_tip: bool
     """Whether it was the run's tip."""
     notes: tuple[str, ...]
@@ -109,7 +109,7 @@ def execute_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] =
     """
     Move the commits *refs*, and all commits of *runs*, to the trash, durably.
 
-    Raises as `plan_drop` does; then nothing was moved. If the disk fails at a commit, those before it were moved.
+    If this raises as `plan_drop` does, nothing was moved. If the disk fails at a commit, the ones before it were moved.
     """
     repo.prepare_saving()
     refs, runs = list(refs), list(runs)
@@ -117,18 +117,18 @@ def execute_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] =
         # In the order of their names, so that two drops of the same runs never wait for each other.
         for run in sorted({name.run for name in _named(repo, refs, runs)}):
             locks.enter_context(repo.lock_run(run))
-        # Plan under the locks: a reference may mean another commit now.
+        # Plan under the locks: a reference may resolve to a different commit now.
         plan = plan_drop(repo, refs, runs=runs)
         for dropped_commit in plan:
             name = RecordName(dropped_commit.run, dropped_commit.step, CommitId(dropped_commit.commit))
-            retire(repo, repo.catalog.commit(name))  # else the commit that it replaced would reappear
+            retire(repo, repo.catalog.commit(name))  # otherwise the commit that it replaced would reappear
             repo.trash.take_record(name)
             repo.catalog.forget([name])
     return plan
 
 
 def _named(repo: Repository, refs: Iterable[str], runs: Iterable[str]) -> list[RecordName]:
-    """Return the commits *refs* and all commits of *runs*, each once, unreadable ones included."""
+    """Return the names of the commits *refs* and of all commits of *runs*, each once, including unreadable ones."""
     names = [_commit_named(repo, ref) for ref in refs]
     for run in runs:
         view = repo.catalog.view(run)
@@ -150,7 +150,7 @@ def _commit_named(repo: Repository, ref: str) -> RecordName:
             hint=f"layerstore pin --delete {typed(resolved.pin)}; layerstore log {typed(record.run)} lists the commits",
         )
     view = repo.catalog.find(record.run)
-    if view is None or resolved.commit not in view.rows:  # a commit in the trash is found by its id
+    if view is None or resolved.commit not in view.rows:  # `resolve` also finds trashed commits by id
         raise NotFound(f"{ref} is in the trash already; nothing was changed", hint="layerstore log --dropped lists it")
     return RecordName(record.run, record.step, resolved.commit)
 
@@ -163,9 +163,9 @@ def _tip(view: RunView, going: Set[str]) -> str | None:
 
 
 def _notes_on_job(repo: Repository, view: RunView) -> Iterator[str]:
-    """Yield a note if a job still saves the run *view*: if dropped as a whole, it would seem to come back by itself."""
+    """Yield a note if a job still saves the run *view*: its next save would bring the dropped run back."""
     if repo.attempts_being_saved(view.run, view.attempts):
-        yield f"a job seems to be saving {view.run} now: its next save will be visible; end it first, or drop again"
+        yield f"a job seems to be saving {view.run} now: its next save restores the run; end the job, or drop again"
 
 
 def _is_tip(view: RunView, commit: str) -> bool:
@@ -174,10 +174,10 @@ def _is_tip(view: RunView, commit: str) -> bool:
 
 def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
     """
-    Return the damaged records at the step of *ref*; none if *ref* names no step of a run.
+    Return the damaged records at the step of *ref*; none if *ref* is not a step of a run.
 
-    A record that cannot be read just now, or by this version, is not damaged; nor is a moved one, which is sound once
-    it has its old name again.
+    A record that cannot be read just now, or not by this version of layerstore, is not damaged; nor is a renamed
+    record, which is sound under its old name.
     """
     reference = parse_reference(ref)
     if reference.step is None or not repo.records.names(reference.name):
@@ -196,7 +196,7 @@ def _is_damage(repo: Repository, problem: LayerstoreError) -> bool:
 
 
 def _is_moved(repo: Repository, problem: IntegrityError) -> bool:
-    """Whether a record has only a wrong name now: its own is neither visible nor in the trash."""
+    """Whether a record only needs its own name back, which is neither listed nor in the trash."""
     folder, _, place = str(problem.facts.get("written_as", "")).partition("/")
     run, _, file_name = place.partition("/")
     own = name_in(run, file_name) if folder == "commits" and is_name(run) else None
@@ -209,7 +209,7 @@ def give_up(repo: Repository, ref: str) -> list[RecordName]:
         return []
     repo.prepare_saving()
     with repo.lock_run(parse_reference(ref).name):
-        names = damaged_records(repo, ref)  # an ingest may have written one again
+        names = damaged_records(repo, ref)  # an ingest may have rewritten a record
         for name in names:
             repo.trash.take_damaged(repo.layout.record(name.run, name.step, name.id))
         repo.catalog.forget(names)
@@ -226,7 +226,7 @@ def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
 
 def _readable(repo: Repository, names: Iterable[RecordName]) -> Iterator[DroppedCommit]:
     for name in names:
-        with contextlib.suppress(IntegrityError):  # damaged and lost
+        with contextlib.suppress(IntegrityError):  # damaged: it cannot come back
             yield from _commits_in_trash(repo, [name])
 
 
@@ -241,14 +241,14 @@ def undrop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -
     """
     Make the commits *refs*, and all commits of *runs* in the trash, visible again.
 
-    For *runs*, each step gets back the commit that was dropped last, unless it has one now. If one is refused, none
-    comes back; if the disk fails at one, those before it are back, and the call can be repeated.
+    For *runs*, each step gets back the commit that was dropped last, unless the step has a commit now. If one commit is
+    refused, none comes back; if the disk fails at a commit, the ones before it are back, and the call can be repeated.
 
     Raises:
-        NotFound: One is not in the trash.
+        NotFound: A commit is not in the trash.
         IntegrityError: A record of *runs* in the trash is damaged.
-        Conflict: Another commit has taken the step of one, or another attempt its number.
-        Overtaken: An object that one needs is gone; all stay in the trash.
+        Conflict: Another commit has taken a commit's step, or another attempt has taken its attempt's number.
+        Overtaken: An object that a commit needs is gone; all commits stay in the trash.
     """
     repo.prepare_saving()
     named = _in_trash(repo, refs, runs)
@@ -261,7 +261,7 @@ def undrop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -
 
 
 def _in_trash(repo: Repository, refs: Iterable[str], runs: Iterable[str]) -> dict[str, Commit]:
-    """Return the commits in the trash that *refs* and *runs* mean, each once, by their names for people."""
+    """Return the commits in the trash that *refs* and *runs* refer to, each once, by the name that messages show."""
     names = repo.trash.records()
     commits = {ref: _commit_meant(repo, names, ref) for ref in refs}
     for run in runs:
@@ -273,11 +273,11 @@ def _in_trash(repo: Repository, refs: Iterable[str], runs: Iterable[str]) -> dic
 
 def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Commit:
     """
-    Return the commit in the trash that *ref* means: ``RUN@STEP``, ``RUN~1@STEP`` or the beginning of its id.
+    Return the commit in the trash that *ref* refers to: ``RUN@STEP``, ``RUN~1@STEP`` or the beginning of its id.
 
     Raises:
-        NotFound: There is none.
-        Conflict: There are several of that step.
+        NotFound: No such commit is in the trash.
+        Conflict: Several commits of that step are in the trash.
     """
     reference = parse_reference(ref)
     meant = [
@@ -289,7 +289,7 @@ def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Co
     commits = of_step
     ids = ", ".join(f"{short_id(commit.id)} of attempt {commit.record.attempt}" for commit in of_step)
     if reference.back:
-        # As everywhere, ~1 is the last but one of the attempts that have commits.
+        # As everywhere, only attempts that have commits count: ~1 is the last but one of them.
         view = repo.catalog.find(reference.name)
         attempts = [] if view is None else view.attempts[: -reference.back]
         commits = [commit for commit in of_step if [commit.record.attempt] == attempts[-1:]]
@@ -309,11 +309,11 @@ def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str, othe
     """
     Return the commits of *names*, all of *run*, that can come back together with *others*.
 
-    Of several with the same attempt and step, that is the one dropped last. If an attempt's number was reused, only
-    commits of the newest attempt with that number can.
+    Of several commits with the same attempt and step, only the one dropped last can. If an attempt's number was reused,
+    only commits of the newest attempt with that number can.
 
     Raises:
-        IntegrityError: One is damaged: an older commit of the same step might come back instead.
+        IntegrityError: A commit is damaged; skipping it might bring back an older commit of the same step.
     """
     by_time = sorted(_commits_in_trash(repo, names), key=lambda entry: entry.dropped_ns)
     if not by_time:
@@ -334,7 +334,7 @@ def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str, othe
 
 
 def _check_places(repo: Repository, named: Mapping[str, Commit]) -> None:
-    """Raise Conflict unless each of the commits *named* can have its place again, next to the others."""
+    """Raise Conflict unless each of the commits *named* can return to its attempt and step, with the others."""
     views = [view for run in {commit.run for commit in named.values()} if (view := repo.catalog.find(run)) is not None]
     visible = {_place(row): row for view in views for row in view.visible}
     replaced = {old: row for view in views for row in view.rows.values() for old in row.supersedes}
@@ -345,7 +345,7 @@ def _check_places(repo: Repository, named: Mapping[str, Commit]) -> None:
         record, place = commit.record, _place(commit.record)
         rival, hides = visible.get(place), replaced.get(commit.id)
         if rival is not None and rival.id == commit.id:
-            continue  # a killed undrop left it in the trash too
+            continue  # a killed undrop has restored it, but left it in the trash
         if (other := by_place.setdefault(place, name)) != name:
             raise Conflict(
                 f"{other} and {name} both belong at {commit.run}@{commit.step}; nothing was changed",
@@ -368,7 +368,7 @@ def _check_places(repo: Repository, named: Mapping[str, Commit]) -> None:
             )
         if lineages.setdefault((record.run, record.attempt), record.lineage) != record.lineage:
             raise Conflict(
-                f"attempt {record.attempt} of {record.run!r} has another history now; nothing was changed",
+                f"attempt {record.attempt} of {record.run!r} has a different history now; nothing was changed",
                 hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
             )
 
@@ -379,7 +379,7 @@ def _restore(repo: Repository, named: Mapping[str, Commit]) -> None:
             restored.enter_context(repo.trash.restoring(commit))
         repo.objects.look_anew()
         needs = Needs(repo)
-        # Check all before restoring the first: a repair, or somebody's rm, may have removed what a blob names.
+        # Check all before restoring the first: a repair, or somebody's rm, may have removed a blob's objects.
         for name, commit in named.items():
             with _naming_what_is_gone(name):
                 for needed in needs.add_record(commit.record):
@@ -398,7 +398,7 @@ def _naming_what_is_gone(name: str) -> Iterator[None]:
 
 
 def _inheritors(views: Iterable[RunView], going: Sequence[Commit]) -> dict[str, list[RecordRow]]:
-    """Return the visible commits that stay and inherit layers from *going*, by the commit that they inherit from."""
+    """Return, for each id of *going*, the visible commits that stay and inherit layers from that commit."""
     inheritors: dict[str, list[RecordRow]] = {commit.id: [] for commit in going}
     for view in views:
         sources = [commit for commit in going if commit.run == view.run]

@@ -30,20 +30,20 @@ _BY_STEP = attrgetter("step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnneededObject:
-    """An object that nothing needs, as far as is known yet."""
+    """An object that nothing needs, as far as is known."""
 
     ref: BlobRef
     path: Path
     is_young: bool
-    """Whether a writer may be about to name it, or something names it now."""
+    """Whether a writer may be about to refer to the object, or something refers to it now."""
 
 
 _NAMED, _SPARED = 0, 1
-"""Why an object is needed: a record, pin or part names it, or only a young blob does."""
+"""Why an object is needed: a record, pin or part refers to it, or only a young blob does."""
 
 
 class Marks:
-    """The set of needed objects; looking again adds what is new."""
+    """The set of needed objects; each further look adds what is new."""
 
     def __init__(self, repo: Repository, *, old_before_ns: int, dead_before_ns: int, trash_before_ns: int) -> None:
         self._repo = repo
@@ -59,7 +59,7 @@ class Marks:
         self, progress: Progress, *, without: Set[RecordName] = frozenset(), has_to_be_whole: bool = False
     ) -> None:
         """
-        Mark what everything not seen yet needs, except for the records *without*.
+        Mark what is needed by everything not seen before, except for the records *without*.
 
         Looks at parts, records, pins, then the trash: saves move in this order, so none is missed while moving.
 
@@ -68,7 +68,7 @@ class Marks:
         """
         self._mark_parts()
         self._mark_records(progress, without, has_to_be_whole=has_to_be_whole)
-        # Reread each time: unlike a record's, a pin's name may mean another commit now.
+        # Reread each time: unlike a record, a pin may hold a different commit now.
         for pin in readable_pins(self._repo):
             with named(f"pin {pin.name!r}", gives_up=_deletes(pin.name)):
                 new = self.needs.add_record(pin.record)
@@ -78,17 +78,17 @@ class Marks:
 
     def check_present(self, refs: Iterable[BlobRef], *, holder: Saving | Pin) -> None:
         """
-        Make sure that *refs*, which *holder* is the first to need, exist at their place or aside.
+        Make sure that *refs*, which *holder* is the first to need, exist, in ``objects/`` or aside.
 
-        While a commit that stays is incomplete, no other may go: that might be the only replacement. Parts are not
-        checked: their writer has just done so. Objects in the listing need no call each: there may be millions.
+        While a commit that stays is incomplete, no other may go: it might hold the only replacement. Parts are not
+        checked: their writer has just checked them. Objects in the listing, perhaps millions, need no call each.
 
         Raises:
-            IntegrityError: One is missing.
+            IntegrityError: An object is missing.
         """
         for ref in refs:
             if ref.id in self._listed:
-                self._listed.remove(ref.id)  # asked about only once; frees memory, as there may be millions
+                self._listed.remove(ref.id)  # checked only once; frees memory, as there may be millions
                 continue
             try:
                 self._repo.objects.check_there(ref)
@@ -109,7 +109,7 @@ class Marks:
         return {*self._repo.objects.ids(), *self._repo.aside.ids()}
 
     def _mark_parts(self) -> None:
-        self.dead_sessions.clear()  # one may have come to life again
+        self.dead_sessions.clear()  # a session may have become active again
         for session in _by_name(self._repo, self._repo.parts.listed()):
             if self._repo.parts.modified_ns(session) < self.dead_before_ns:
                 self.dead_sessions.append(session)
@@ -121,7 +121,7 @@ class Marks:
     def _mark_records(self, progress: Progress, without: Set[RecordName], *, has_to_be_whole: bool) -> None:
         listed = list(_by_name(self._repo, self._repo.records.listed()))
         names = [name for name in listed if name not in self._seen and name not in without]
-        # Records dropped or replaced since they were listed are marked with the trash, later.
+        # Records dropped or replaced since they were listed are marked later, with the trash.
         for name, commit in self._repo.records.each(names):
             with commit_named(name):
                 if isinstance(commit, LayerstoreError):
@@ -136,7 +136,7 @@ class Marks:
         for name in _by_name(self._repo, self._repo.trash.listed()):
             if name in self._seen or name in without or self._repo.trash.modified_ns(name) < self.trash_before_ns:
                 continue
-            # Damage in the trash must not stop us: the commit was dropped.
+            # Damage in the trash must not stop the collection: the commit was dropped.
             with contextlib.suppress(IntegrityError, NotFound):
                 self.needs.add_readable(self._repo.trash.read_record(name).record)
                 self._seen.add(name)
@@ -144,8 +144,8 @@ class Marks:
     # -- what is not needed ----------------------------------------------------------------------------------------
 
     def unneeded(self) -> Iterator[UnneededObject]:
-        """Yield the unneeded objects at their places; those that a young blob names count as young."""
-        for unneeded in self._loose():  # two passes: an object may come before the blob that names it
+        """Yield the unneeded objects in ``objects/``; those that a young blob refers to count as young."""
+        for unneeded in self._loose():  # two passes: an object may come before its blob
             if unneeded.is_young:
                 self.protect_named(unneeded.ref)
         yield from self._loose()
@@ -167,7 +167,7 @@ class Marks:
                 yield unneeded
 
     def aside(self, ids: Iterable[ObjectId]) -> Iterator[UnneededObject]:
-        """Yield the objects of *ids* that lie aside; those needed now count as young."""
+        """Yield the objects *ids* that lie aside; objects needed now count as young."""
         for object_id in ids:
             if unneeded := self.look_at(object_id, self._repo.layout.aside / object_id):
                 yield unneeded
@@ -185,12 +185,12 @@ class Marks:
 
     def protect_named(self, ref: BlobRef) -> None:
         """
-        Add what *ref* names, if it is a version or state blob.
+        If *ref* is a version or state blob, add the objects that it refers to.
 
-        A writer that inherits a layer touches only its blob, so a young blob means that a record may follow.
+        A writer that inherits a layer touches only the layer's blob, so a young blob means that a record may follow.
 
         Raises:
-            StorageIO: The blob cannot be read just now; going on would count what it names as unneeded.
+            StorageIO: The blob cannot be read just now; its objects would wrongly count as unneeded.
         """
         if ref.id in self.needs:
             return
@@ -198,11 +198,11 @@ class Marks:
             if is_blob(self._repo, ref):
                 self.needs.add_blob(ref, number=_SPARED)
         except IntegrityError:
-            return  # damaged: no writer can be about to name it
+            return  # damaged: no writer can be about to refer to it
 
 
 def is_blob(repo: Repository, ref: BlobRef) -> bool:
-    """Whether the object *ref* begins as a version or state blob does, and is small enough for one."""
+    """Whether the object *ref* has the magic of a version or state blob, and is small enough for a blob."""
     if ref.size_bytes > BLOB_BYTES_MAX:
         return False
     with repo.objects.open(ref) as file:
@@ -213,15 +213,15 @@ def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
     """
     Return, for each of *going*, an upper bound of the bytes that only *going* keeps; shared bytes count with the first.
 
-    This subtracts what pins and the commits next to each of *going*, of any attempt, need. A run has too many blobs to
-    read all: of other commits, it subtracts only the versions that they share with *going*, and the states of the same
-    step. So it misses objects that another version names too, such as a reference.
+    Bytes that pins need, or the commits next to each of *going*, of any attempt, are not counted. A run has too many
+    blobs to read all: of other commits, only versions shared with *going*, and states of the same step, are excluded.
+    So an object that another version needs too, such as a reference, is still counted.
     """
     ids = {commit.id for commit in going}
     others = Needs(repo)
     for pin in repo.records.readable_pins():
         others.add_readable(pin.record)
-    # The near commits first: a blob that is known already is not read again.
+    # The near commits first: a blob that is already known is not read again.
     for run in dict.fromkeys(commit.run for commit in going):
         rows = sorted((row for row in repo.catalog.view(run).rows.values() if row.id not in ids), key=_BY_STEP)
         near: dict[RecordName, None] = {}
@@ -230,7 +230,7 @@ def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
                 after = bisect_right(rows, commit.step, key=_BY_STEP)
                 near |= dict.fromkeys(row.name for row in rows[max(after - 2, 0) : after + 2])
         for name in near:
-            with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
+            with contextlib.suppress(LayerstoreError):  # a damaged commit excludes nothing
                 record = repo.catalog.commit(name).record
                 others.add_readable(record)
                 others.add(record.blobs)
@@ -247,7 +247,7 @@ def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
 
 
 def _shared_with_others(repo: Repository, going: Sequence[Commit]) -> Iterator[BlobRef]:
-    """Yield the blobs of *going* that other commits in the index name: inherited layers, forks, retries, copies."""
+    """Yield the blobs of *going* that other commits in the index need too: inherited layers, forks, retries, copies."""
     versions = {bytes.fromhex(entry.version.id): entry.version for commit in going for entry in commit.record.layers}
     ids, own_runs, steps = {commit.id for commit in going}, {commit.run for commit in going}, {c.step for c in going}
     for run in repo.catalog.runs():
@@ -257,14 +257,14 @@ def _shared_with_others(repo: Repository, going: Sequence[Commit]) -> Iterator[B
                 continue
             shared = versions.keys() & row.version_ids
             yield from (versions[version] for version in shared)
-            # Only a record, not the index, names its states. A retry of a step may share states, but not weights.
+            # The index does not list states; only records do. A retry of a step may share states, but not weights.
             if row.step in steps and (shared or run in own_runs):
                 with contextlib.suppress(LayerstoreError):
                     yield from repo.catalog.commit(row.name).record.states
 
 
 def notes_on_exact(repo: Repository, view: RunView, going: Set[str]) -> tuple[str, ...]:
-    """Return a note if the last save of *view* that was kept bit for bit is among *going*, and others stay."""
+    """Return a note if the last save of *view* that was kept bit for bit is among *going*, and other saves stay."""
     stay = [row for row in view.visible if row.id not in going]
     goes = any(row.is_exact for row in view.visible if row.id in going)
     pinned = (pin.record for pin in repo.records.readable_pins() if pin.record.run == view.run)
@@ -281,9 +281,9 @@ def pin_names(repo: Repository) -> Iterator[str]:
 
 
 def readable_pins(repo: Repository, names: Iterable[str] | None = None) -> Iterator[Pin]:
-    """Yield every pin, or those of *names*; raise IntegrityError if one is damaged, or if anything else is listed."""
+    """Yield all pins, or the pins *names*; raise IntegrityError if a pin is damaged, or if anything else is listed."""
     for name, pin in repo.records.pins(pin_names(repo) if names is None else names):
-        with named(f"pin {name!r}", gives_up=_deletes(name), copy_helps="says what it means there"):
+        with named(f"pin {name!r}", gives_up=_deletes(name), copy_helps="shows what the pin means there"):
             if isinstance(pin, LayerstoreError):
                 raise pin
         yield pin
@@ -298,7 +298,7 @@ def _by_name(repo: Repository, listed: Iterable[Listed | Path]) -> Iterator[List
 
 
 def stranger(name: str, *, remote: str | None = None) -> IntegrityError:
-    """Return the error for the file or folder *name* among records, pins or parts, here or in a *remote*."""
+    """Return the error for the file or folder *name* among records, pins or parts, in the store or in a *remote*."""
     place, lists = ("the store", "verify") if remote is None else ("the bucket", f"verify --remote {typed(remote)}")
     return IntegrityError(
         f"{name} is not named as a record, pin or part is, so what it needs is unknown",
@@ -317,7 +317,7 @@ def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may he
         yield
     except IntegrityError as exc:
         remedies = (
-            # A moved record needs only its old name; if it overwrote another, that one needs a copy.
+            # A renamed record needs only its old name; a record that it overwrote needs a copy.
             exc.hint if "written_as" in exc.facts else None,
             f"layerstore repair --from COPY {copy_helps}",
             gives_up and f"{gives_up} gives it up{' if it is a copy' if 'written_as' in exc.facts else ''}",
@@ -327,14 +327,14 @@ def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may he
 
 
 def commit_named(commit: RecordName | RecordRow) -> contextlib.AbstractContextManager[None]:
-    """Add to an IntegrityError that it is about *commit*."""
+    """Add *commit*, and the remedies, to the message of an IntegrityError."""
     reference = f"{commit.run}@{commit.step}"
     return named(reference, gives_up=f"layerstore drop {typed(reference)}")
 
 
 @contextlib.contextmanager
 def concluding(outcome: str) -> Iterator[None]:
-    """Add to an IntegrityError what it means for the collection."""
+    """Add *outcome* to the message of an IntegrityError."""
     try:
         yield
     except IntegrityError as exc:

@@ -39,7 +39,7 @@ class CommitFate:
     loses_moments: bool
     """Whether it stays without its optimizer's moments."""
     is_blind: bool
-    """Whether it is kept because the only rule says nothing about its run."""
+    """Whether it is kept because the only rule is about a metric that no commit of its run has."""
     bytes_freed: int = 0
     """The bytes that its removal frees, not counting bytes that commits listed before it free."""
     bytes_freed_later: int = 0
@@ -69,30 +69,30 @@ class _Fact:
     metrics: dict[str, float]
     """The metric that a rule is about, if it was measured."""
     waits_for_log: bool
-    """Whether the metric may still come with the log of the attempt's next commit, which did not exist yet."""
+    """Whether the metric may still come with the log of the attempt's next commit, which did not exist at the time."""
     has_moments: bool | None = None
-    """None until it is needed."""
+    """None until a rule needs to know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownPin:
-    """What a pin says, and the identity of its file when it was read."""
+    """The row of a pin, and the identity of the pin's file when it was read."""
 
     identity: tuple[int, ...] | None
     row: RecordRow
-    """The row that its record would have."""
+    """The row that the pin's record would have in the index."""
 
 
 Pins = Mapping[CommitId, Sequence[tuple[str, RecordRow]]]
-"""All pins by the commit that they were made from, each with its name and the row that its record would have."""
+"""All pins, by the commit that they were made from: each pin's name, and the row of its record."""
 
 
 class Facts:
     """
     What the rules of *keep* need to know about records and pins; each file is read once, as it never changes.
 
-    A collection makes its own, so that it decides by the files as they are now. A saver, which asks after each commit
-    whether there is work, keeps one.
+    Each collection uses new Facts, so that it decides by the files as they are now. A saver, which asks after each
+    commit whether there is work, keeps the same Facts.
     """
 
     def __init__(self, repo: Repository, keep: Keep) -> None:
@@ -103,10 +103,10 @@ class Facts:
 
     def of(self, row: RecordRow, view: RunView) -> _Fact:
         """
-        Return what the record of *row*, a commit of *view*, says.
+        Return the facts of *row*, a commit of *view*, from its record.
 
         Raises:
-            IntegrityError: It cannot be read, or the index contradicts it.
+            IntegrityError: The record cannot be read, or the index contradicts it.
         """
         fact = self._known.get(row.id)
         is_tip = view.of_attempt(row.attempt)[-1].id == row.id
@@ -125,7 +125,7 @@ class Facts:
                 metrics=metrics,
                 waits_for_log=is_tip and best is not None and not metrics,
             )
-        if row_of(commit) != row:  # the record is sound, so the hint must not be to give it up
+        if row_of(commit) != row:  # the record is sound, so the hint must not advise dropping it
             raise IntegrityError(
                 f"the index tells {row.run}@{row.step} differently than its record does", hint="layerstore reindex"
             )
@@ -173,8 +173,8 @@ def _saved_ns(repo: Repository, commit: Commit) -> int:
     """
     Return when *commit* was saved: the later of its record's time and its file's.
 
-    The node's clock may be wrong; the file's time is the filesystem's, which rules compare with. But a trimmed commit's
-    file is only as old as the trim.
+    The record's time may be wrong, like the node's clock; the file's time is from the filesystem's clock, which rules
+    also use for the present. But a trimmed commit's file is only as old as the trim.
     """
     record = commit.record
     if WITHOUT_MOMENTS in record.flags:
@@ -195,7 +195,7 @@ def choose(
     """
     Return the fate of each visible commit of *view*, newest first; without *keep* all stay.
 
-    With *elsewhere*, commits that are not kept there stay as they are.
+    With *elsewhere*, commits that are not in it stay as they are.
 
     Raises:
         IntegrityError: A record cannot be read.
@@ -233,7 +233,7 @@ def _fates(facts: Facts, view: RunView, keep: Keep | None, pins: Pins, now_ns: i
         if not kept_by and blind is not None:
             kept_by = (blind,)
         pin = _pin_of(row, pins)
-        # The next save of a running job inherits whole versions from its last commit.
+        # A running job's next save inherits whole versions, with moments, from the job's last commit.
         is_aged = bool(kept_by) and row.id in aged and not (pin or row.id in busy or blind in kept_by)
         loses_moments = is_aged and facts.has_moments(row, view)
         if pin is not None:
@@ -252,7 +252,7 @@ def _fates(facts: Facts, view: RunView, keep: Keep | None, pins: Pins, now_ns: i
 
 
 def _pin_of(row: RecordRow, pins: Pins) -> str | None:
-    """Return a pin of *row* with exactly its layers, None if there is none: a pinned composite keeps its own layers."""
+    """Return a pin with exactly the layers of *row*, or None: a pinned composite keeps other layers."""
     for name, pinned in pins.get(row.id, ()):
         if (pinned.layer_names, pinned.versions) == (row.layer_names, row.versions):
             return name
@@ -261,9 +261,9 @@ def _pin_of(row: RecordRow, pins: Pins) -> str | None:
 
 def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
     """
-    Return the tips of attempts that are further than the newest one.
+    Return the tips of attempts that got further than the newest attempt.
 
-    After a forgotten resume the newest attempt starts at zero: until it has caught up, the others are kept.
+    If a job forgot to resume, the newest attempt starts at zero: until it has caught up, the other tips are kept.
     """
     if not goes_on:
         return set()
@@ -272,12 +272,12 @@ def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
 
 
 def _being_saved(repo: Repository, view: RunView) -> set[CommitId]:
-    """Return the tips of attempts that jobs are saving now, which their next saves inherit from."""
+    """Return the tips of attempts that jobs are saving now: the jobs' next saves inherit from these."""
     return {view.of_attempt(attempt)[-1].id for attempt in repo.attempts_being_saved(view.run, view.attempts)}
 
 
 def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
-    """Return the commits whose moments go; *rows* begin with the run's tip."""
+    """Return the commits old enough to lose their moments; *rows* begin with the run's tip."""
     if keep is None or keep.drop_optimizer_older_than is None or not rows:
         return set()
     return {row.id for row in rows if row.step < rows[0].step - keep.drop_optimizer_older_than}

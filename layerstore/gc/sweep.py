@@ -1,5 +1,5 @@
 """
-Sweep: move what nothing needs aside, look again, and unlink it.
+Sweep: move unneeded objects aside, check again, and unlink them.
 
 Readers and writers need not wait (docs/internals/durability.md); `tests/gc/model.py` models this.
 """
@@ -31,7 +31,7 @@ class Gone:
 
 
 def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO | None:
-    """Move old unneeded objects aside; on a full disk return the error, since unlinking those aside makes room."""
+    """Move old unneeded objects aside; on a full disk return the error, since unlinking objects aside makes room."""
     try:
         for unneeded in marks.unmarked_old():
             repo.aside.take(unneeded.ref.id)
@@ -45,12 +45,12 @@ def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO 
 
 def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[Gone, Gone]:
     """
-    Put back the objects of *listed*, which lay aside before the last mark, that are needed, and unlink the others.
+    Put back the needed objects of *listed*, and unlink the others; all of them lay aside before the last mark.
 
     Return what was removed, and what waits. Blobs go first; each object is checked again right before it is unlinked.
 
     This also settles what a killed collection left aside. On a network filesystem another node's listing may be late,
-    so objects moved aside within the grace period stay there, and wait for the next collection.
+    so objects moved aside within the grace period stay aside until the next collection.
     """
     back: list[BlobRef] = []
     old: list[BlobRef] = []
@@ -60,12 +60,12 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
             back.append(unneeded.ref)
         else:
             old.append(unneeded.ref)
-    # Only now is it known what young blobs name: a blob may come later in the list than what it names.
+    # Only now are the objects of all young blobs known: a blob may be listed after the objects that it refers to.
     _put_back(repo, [*back, *(ref for ref in old if ref.id in marks.needs)])
     old = [ref for ref in old if ref.id not in marks.needs]
     blobs = {ref.id: ref for ref in old if _is_blob(repo, ref)}
     sums = {True: Gone(), False: Gone()}
-    # Blobs go first: a blob that a writer puts back in the meantime must not outlive what it names.
+    # Blobs go first: a blob that a writer puts back in the meantime must not outlive its objects.
     for ref in blobs.values():
         unneeded_blob = marks.look_at(ref.id, repo.layout.aside / ref.id)
         if unneeded_blob is not None and unneeded_blob.is_young:
@@ -73,20 +73,20 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
         elif unneeded_blob is not None:
             sums[_remove(repo, marks, unneeded_blob.path)] += Gone(1, ref.size_bytes)
         if repo.files.exists(repo.layout.object(ref.id)):
-            # A writer has put it back, and a blob at its place promises that everything it names is there.
+            # A writer has put the blob back, and a blob in objects/ promises that everything it refers to exists.
             marks.protect_named(ref)
             _put_back(repo, _named_by(repo, ref) or ())
-    # Look at each once more: it may have been touched since.
+    # Check each object once more: it may have been touched since.
     for unneeded in marks.aside(ref.id for ref in old if ref.id not in blobs):
         if not unneeded.is_young:
             sums[_remove(repo, marks, unneeded.path)] += Gone(1, unneeded.ref.size_bytes)
-    # Sync once for all: if a power cut before this brings some back, the next collection removes them again.
+    # One sync for all objects: if a power cut before it brings some back, the next collection removes them again.
     repo.aside.sync()
     return sums[True], sums[False]
 
 
 def _remove(repo: Repository, marks: Marks, path: Path) -> bool:
-    """Unlink an object aside, unless it has to wait for the next collection; return whether it is gone."""
+    """Unlink the object aside at *path*, unless it must wait for the next collection; return whether it is gone."""
     if repo.aside.is_on_network and repo.aside.moved_ns(path) >= marks.old_before_ns:
         return False
     repo.files.unlink(path)
@@ -102,9 +102,9 @@ def _is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 def _put_back(repo: Repository, objects: Iterable[BlobRef]) -> None:
     """
-    Put *objects* back, each blob after all that it names: a blob at its place promises that they exist.
+    Put *objects* back, each blob after the objects that it refers to: a blob in ``objects/`` promises that they exist.
 
-    Touches all of them, so that no other collection takes them.
+    Touches all of them, so that no other collection moves them aside again.
     """
     blobs = []
     for ref in objects:
@@ -123,16 +123,16 @@ def _put_back_one(repo: Repository, ref: BlobRef) -> bool:
     is_aside = repo.files.exists(aside)
     at_home = repo.files.size(repo.layout.object(ref.id))
     if is_aside and at_home is not None:
-        ref = replace(ref, size_bytes=at_home)  # an ingest has rewritten it; the file aside may be damaged
+        ref = replace(ref, size_bytes=at_home)  # an ingest has rewritten the object; the file aside may be damaged
     is_home = ObjectWriter(repo.layout, repo.files, repo.objects).put_back(ref)
     if is_home and is_aside:
-        # Last: a reader must find it under one of the two names at any moment.
+        # Last: at any moment, a reader must find the object at one of the two paths.
         repo.files.unlink(aside)
     return is_home
 
 
 def _named_by(repo: Repository, ref: BlobRef) -> list[BlobRef] | None:
-    """Return what the blob *ref* names; None if it is not a blob, or damaged."""
+    """Return the objects that the blob *ref* refers to; None if *ref* is not a blob, or is damaged."""
     try:
         return named_by(repo, ref) if _is_blob(repo, ref) else None
     except IntegrityError:

@@ -1,5 +1,5 @@
 """
-Trim: replace a commit by one without its optimizer moments; weights and masters stay.
+Trim: replace a commit by a copy without optimizer moments; weights and masters stay.
 
 Each trim is one transaction, whose record supersedes the old one.
 """
@@ -17,17 +17,17 @@ from layerstore.storage import RecordName, Repository
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trim:
-    """The commit that replaces a commit with moments."""
+    """The planned replacement of a commit, without moments."""
 
     commit: Commit
     versions: dict[BlobRef, bytes]
-    """Its version blobs, with their bytes."""
+    """The replacement's version blobs, with their bytes."""
     objects: tuple[BlobRef, ...]
     """The objects that the version blobs name."""
 
 
 def has_moments(repo: Repository, record: CommitRecord) -> bool:
-    """Whether *record* has moments; mostly known from its first layer."""
+    """Whether *record* has moments; the first layer usually decides."""
     return WITHOUT_MOMENTS not in record.flags and any(
         stored.kind is Kind.OPTIMIZER for entry in record.layers for stored in repo.version(entry.version).objects
     )
@@ -39,7 +39,7 @@ def without_moments(version: LayerVersion) -> LayerVersion:
 
 
 def plan_trim(repo: Repository, commit: Commit) -> Trim:
-    """Return the replacement of *commit*, which has moments."""
+    """Plan the replacement of *commit* by a commit without moments."""
     record = commit.record
     entries: list[LayerEntry] = []
     versions: dict[BlobRef, bytes] = {}
@@ -49,7 +49,7 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
         data = encode_blob(bare)
         versions[ref_of(data)] = data
         objects += [stored.ref for stored in bare.named]
-        # Where only moments were coded, what is left is kept bit for bit.
+        # If only moments were coded, the rest is kept bit for bit.
         still = 0 if bare.is_exact else entry.compact
         entries.append(replace(entry, version=ref_of(data), optimizer_step=None, compact=still))
     trimmed = replace(
@@ -76,15 +76,15 @@ def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
 
 def trim(repo: Repository, name: RecordName) -> None:
     """
-    Replace the commit *name* by one without moments, and remove its record for good.
+    Replace the commit *name* by a commit without moments, and remove the old record for good.
 
     Raises:
-        Overtaken: An object that it names is gone.
+        Overtaken: An object that the replacement needs is gone.
     """
     commit = repo.catalog.commit(name)
     plan = plan_trim(repo, commit)
     with Transaction(repo) as tx:
-        # Do not keep the old versions: a touched blob keeps the moments that it names until the next collection.
+        # Do not touch the old versions: a touched blob would keep its moments until the next collection.
         tx.keep(replace(commit.record, layers=()))
         for ref in plan.objects:
             if not tx.objects.reuse(ref):

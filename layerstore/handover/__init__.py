@@ -1,5 +1,5 @@
 """
-What one trainer's commit lacks for another trainer: a distributed state, and DeepSpeed's trees with later counts.
+What one trainer's commit needs for another trainer: a distributed state, or DeepSpeed's trees with advanced counts.
 """
 
 from layerstore.handover.advance import UpdatesSince, advance, is_stale, since

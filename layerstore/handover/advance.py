@@ -1,5 +1,5 @@
 """
-A rank's state after more updates, which were made elsewhere: the base's, with counters and settings advanced.
+A rank's state after further updates by another trainer: the base's state, with counters and settings advanced.
 """
 
 import json
@@ -38,11 +38,11 @@ class UpdatesSince:
     updates: int
     """How many updates were made."""
     tag: str
-    """The name of DeepSpeed's folder now."""
+    """The name of DeepSpeed's folder after the updates."""
     counts: Mapping[int, int]
     """By sub-group: how many updates its optimizer has made in all."""
     settings: Mapping[int, Mapping[str, Tree]]
-    """By param group: its settings now."""
+    """By param group: its settings after the updates."""
     is_nothing: bool
     """Whether neither counts nor settings have changed."""
 
@@ -78,7 +78,7 @@ def since(
         raise LayoutMismatch(f"the optimizer of {earlier} counts no updates: how far training went since is not known")
     if min(updates) < 0:
         raise LayoutMismatch(
-            f"{later} is {-min(updates)} updates older than {earlier}", hint="name an earlier commit of DeepSpeed"
+            f"{later} is {-min(updates)} updates older than {earlier}", hint="choose an earlier DeepSpeed commit"
         )
     groups = inner["param_groups"].children()
     chosen: dict[int, Mapping[str, Tree]] = {}
@@ -192,7 +192,7 @@ def _counters(model: TreeView, updates: int) -> Iterator[tuple[Tree, Tree]]:
 
 
 def _like(old: Tree, new: Tree) -> Tree:
-    """Return *new* as the kind of sequence that *old* is: DeepSpeed's are lists if they come from JSON."""
+    """Return *new* as the kind of sequence that *old* is: in DeepSpeed, settings from JSON have lists."""
     if isinstance(old, list) and isinstance(new, tuple):
         return list(new)
     if isinstance(old, tuple) and isinstance(new, list):

@@ -1,7 +1,7 @@
 """
-What a commit of DCP keeps besides its layers: the keys under which their tensors were saved, and all values.
+What a DCP commit keeps besides its layers: the keys under which the layers' tensors were saved, and all values.
 
-It has the form of a rank's state; the first rank's holds what all share. Values are inert trees, as in DeepSpeed's.
+It is stored as a rank's state; the first rank's holds what all ranks share. Values are inert trees, as in DeepSpeed's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ PARAM_GROUPS = "param_groups."
 """Precedes the settings of an optimizer's groups in their keys."""
 
 CLIENT_STATE = "client_state"
-"""The key of the state that a saver's user adds; ``history/metrics.py`` looks there."""
+"""The key of the state that a saver's user adds; ``history/metrics.py`` reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class SavedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpState:
-    """Everything that was saved, by key; tensors of layers are named."""
+    """Everything that was saved, by key; of tensors that layers hold, only the names."""
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, SavedValue]
@@ -68,7 +68,7 @@ class DcpState:
 
     @classmethod
     def read(cls, state: RankState) -> "DcpState":
-        """Return what `kept` turned into *state*; raises IntegrityError if *state* is something else."""
+        """Reverse `kept`: return what *state* was made from; raises IntegrityError if *state* is something else."""
         match state.model.tree:
             case {
                 "tensors": dict(tensors),
@@ -141,7 +141,7 @@ def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str
     """
     Return the settings of each parameter of *names*, whether groups are nested or flattened.
 
-    Only those *values* are used that have `PARAM_GROUPS` in their keys.
+    Only the *values* whose keys contain `PARAM_GROUPS` are used.
     """
     settings_by_name = {name: dict[str, Tree]() for name in names}
     by_group: dict[str, dict[str, Tree]] = {}
@@ -172,6 +172,6 @@ def plain_setting(tree: Tree, what: str) -> Tree:
 
 
 def updates_counted(tree: Tree) -> int | None:
-    """Return how many updates *tree* counts; None unless a whole number below `STEP_MAX`: floats count no further."""
+    """Return how many updates *tree* counts; None if not a whole number below `STEP_MAX`: floats count no further."""
     number = number_of(tree)
     return int(number) if number is not None and 0 <= number < STEP_MAX and number == int(number) else None

@@ -19,12 +19,12 @@ _INSTEAD = "--params 8B --layers 32 needs neither"
 
 def parameter_shapes(config: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """
-    Return the parameters of the model that *config* describes, in the model's order; tied ones once.
+    Return the parameters of the model that *config* describes, in the model's order; tied parameters only once.
 
     Raises:
         Unsupported: Transformers or PyTorch is not installed, or Transformers cannot make a model from *config*.
     """
-    # Before the import, which reads them.
+    # Set these before the import, which reads them.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         import torch

@@ -1,5 +1,5 @@
 """
-PEFT's adapters: which ones a composite has, their names in files, and their files.
+PEFT's adapters: which adapters a composite has, their parameters' names in files, and the files.
 
 A parameter of the adapter ``default`` is ``….lora_A.default.weight`` in the model and ``….lora_A.weight`` in its file,
 since loading gives the adapter a new name. Adapters other than ``default`` have folders of their own.
@@ -46,7 +46,7 @@ _TO_SAVE = "modules_to_save"
 
 def adapter_at(path: str) -> str | None:
     """
-    Return the adapter whose file belongs at *path*, None if PEFT puts none there.
+    Return the adapter whose file belongs at *path*, None if PEFT puts no adapter's file there.
 
     >>> adapter_at("adapter_config.json"), adapter_at("reference/adapter_config.json"), adapter_at("a/b/c.json")
     ('default', 'reference', None)
@@ -77,7 +77,7 @@ def name_in_file(parameter: str, adapter: str) -> str | None:
     if parts and last == adapter:
         return ".".join(parts)
     if len(parts) > 1 and parts[-1] == adapter:
-        # DoRA's vectors were once parameters, and kept those names in files.
+        # DoRA's vectors were once parameters themselves, and are still saved under the names they had then.
         return ".".join(parts[:-1] if parts[-2] == _DORA else [*parts[:-1], last])
     return None
 
@@ -91,7 +91,7 @@ def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[st
     Return the *parameters* that PEFT saves for a LoRA adapter with *config*, by their names in its file.
 
     Raises:
-        Unsupported: It is not LoRA: other methods have rules of their own.
+        Unsupported: The adapter is not LoRA: other methods have rules of their own.
     """
     try:
         fields = parse_json(repo.content_of(config.content))
@@ -100,10 +100,10 @@ def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[st
         raise SourceCheckpoint(f"the base's {config.path} is not a config of an adapter ({exc})") from exc
     if method != "LORA":
         raise Unsupported(
-            f"adapter {adapter!r} is of type {method}, and the base has no file of it: only LoRA's can be made",
+            f"adapter {adapter!r} is of type {method}, and the base has no file of it: only LoRA's files can be made",
             hint="export a commit of a Trainer's own save, which has that file",
         )
-    # With lora_only, PEFT saves the biases of the modules that it wraps, which it calls base_layer.
+    # With lora_only, PEFT saves the biases of the modules that it wraps; it calls a wrapped module base_layer.
     suffix = None if bias == "none" else ".bias" if bias == "all" else ".base_layer.bias"
     names = {}
     for parameter in parameters:
@@ -152,7 +152,7 @@ def plan_adapter(repo: Repository, file: SourceFile, slices: Slices, *, own: Col
     strange = [tensor.name for tensor in weights.tensors if not tensor.layer_name]
     of_adapter = {name for name in older if adapter in name.split(".")}
     lost = of_adapter - {tensor.layer_name for tensor in weights.tensors}
-    # Refuse only if both exist: an unknown tensor is kept as it is, unless it may be the one that must change.
+    # Refuse only if both exist: an unknown tensor is kept unchanged, unless it may be a lost parameter's.
     if strange and lost:
         raise Unsupported(
             f"{file.path} cannot be mixed from several saves: {strange[0]!r} in it belongs to no parameter, and "
@@ -200,8 +200,8 @@ def plan_adapters(
     """
     Plan a folder as PEFT's ``save_pretrained`` leaves it; return its weights, all its files, and notes.
 
-    *files* are the base's; *own* are the parameters of the layers that it saved itself; *dtype* is the code of the
-    wanted element type, None to keep the files' own.
+    *files* are the base's; *own* are the parameters of the layers that the base itself saved; *dtype* is the code of
+    the wanted element type, None to keep the files' own.
 
     Raises:
         Unsupported: A trained parameter has no place in such a folder, or an adapter's file cannot be made.
@@ -219,7 +219,7 @@ def plan_adapters(
             if not names:
                 raise Unsupported(
                     f"the base has {config.path}, but the chosen layers have no parameter of adapter {adapter!r}",
-                    hint="an adapter that is not trained is not in the checkpoint: copy it from where it came from",
+                    hint="an adapter that is not trained is not in the checkpoint: copy its original file",
                 )
             parameters = {name: slices.parameter(source) for name, source in names.items()}
             tensors = (
@@ -276,7 +276,7 @@ def header_of(repo: Repository, file: SourceFile) -> tuple[bytes, int]:
     if isinstance(content, bytes):
         return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
     begin = whole(content, 0).object_offset
-    repo.objects.verify(content.object)  # now, as the header decides what is written, and may not be read again
+    repo.objects.verify(content.object)  # now, as the header decides what is written, and might not be read again
     with repo.objects.open(content.object) as source:
         header = read_header(path, lambda start, count: source.read_at(begin + start, count), content.size_bytes)
     return header, content.size_bytes

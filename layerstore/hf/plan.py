@@ -64,7 +64,7 @@ def plan_export(
     started = time.monotonic()
     wanted_code, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
     base = composition.base
-    # An export has no moments, so its layers may have different ones.
+    # An export has no moments, so the layers may have different moments.
     versions = load_versions(repo, composition, states=False)
     slices, own = composition.slices(repo, versions), composition.own_parameters(versions)
     state = repo.state(base.states[0])  # the first rank's, which includes everything that no rank owns
@@ -129,7 +129,7 @@ def _is_older_form(path: Path) -> bool:
 
 
 def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[WeightTensor]:
-    """Yield the tensors of weights files that are kept byte for byte, because no name in them is a layer's."""
+    """Yield the tensors of weights files that are kept byte for byte, because no layer has any of their names."""
     for file in files:
         if WEIGHTS_FILE.fullmatch(file.path):
             with suppress(Unsupported):  # unknown element types: the layers' own names are used
@@ -139,7 +139,7 @@ def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[W
 
 def _in_model_order(tensors: list[WeightTensor], state: RankState) -> list[WeightTensor]:
     """Return *tensors* in the order of the model's own ``state_dict``, which decides how files are filled."""
-    module = TreeView.of(state.model).optional("module")  # a commit of DCP has none: the order of layers stays
+    module = TreeView.of(state.model).optional("module")  # a DCP commit has no module: the order of layers stays
     places = {str(name): place for place, name in enumerate(module)}
     return sorted(tensors, key=lambda tensor: places.get(tensor.layer_name, len(places)))
 
@@ -158,11 +158,11 @@ def goes_along(path: str, *, tag: str) -> bool:
     """
     Whether the base's small file *path* belongs to the model: its config, tokenizer, processor, code, card.
 
-    All but a few known names do, since tokenizers are free to name their files.
+    All files but those with a few known names do, since tokenizers are free to name their files.
     """
     file = PurePosixPath(path)
     is_of_training = file.parts[0] == tag or file.name in _TRAINING_NAMES or file.suffix in _TRAINING_SUFFIXES
-    # An adapter's config would make Transformers look for weights that are not here.
+    # An adapter's config would make Transformers look for weights that the folder lacks.
     is_other = file.name.startswith(("adapter_", "events.out.tfevents")) or file.name.endswith(".index.json")
     return not (is_of_training or is_other)
 
@@ -195,7 +195,7 @@ def _plan_config(
     if file is None:
         note = (
             f"the base has no {CONFIG}: from_pretrained needs the model's {CONFIG} beside the weights, "
-            "and its tokenizer files; the weights have their names in memory, unless a file of the base has others"
+            "and its tokenizer files; the weights have their names in memory, unless the base's files use others"
         )
         return [], [note]
     if code is None:
@@ -207,7 +207,7 @@ def _plan_config(
     new_fields = config_with_dtype(fields, code)
     if new_fields == fields:
         return [plan_source_file(file)], []
-    note = f"{CONFIG} is changed to say {by_code(code).torch_name}, as the weights are"
+    note = f"{CONFIG} is changed to {by_code(code).torch_name}, the element type of the weights"
     return [literal_file(CONFIG, json.dumps(new_fields, indent=2).encode() + b"\n")], [note]
 
 
@@ -216,7 +216,7 @@ def parse_config(data: bytes) -> dict[str, object]:
     Return the fields of a config.
 
     Raises:
-        ValueError: It is not JSON, or not an object, or nested deeper than any config.
+        ValueError: *data* is not JSON, or not an object, or nested deeper than any config.
     """
     try:
         fields = parse_json(data)

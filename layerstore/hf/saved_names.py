@@ -35,8 +35,8 @@ def saved_as(
     """
     Return what ``save_pretrained`` would write for a model: each name with its shape and the source of its elements.
 
-    *shapes* are those of the tensors in memory, by name; *expected* are those in one of its own files, if there is one:
-    the model may have been loaded from a file whose prefixes differ from what its class would write.
+    *shapes* are the shapes of the tensors in memory, by name; *expected* are the shapes in one of the model's files, if
+    any: the model may have been loaded from a file whose prefixes differ from what its class would write.
 
     Raises:
         Unsupported: Transformers does not know the model, or would not write the expected tensors.
@@ -71,7 +71,7 @@ def _mappings(model: Any) -> Iterator[list[Any] | None]:
             f"{_TRANSFORMERS} cannot be asked how it writes weights", hint="pip install 'transformers>=5'"
         ) from exc
     yield None
-    yield get_model_conversion_mapping(model)  # loading under ZeRO-3 attaches all of it, used or not
+    yield get_model_conversion_mapping(model)  # loading under ZeRO-3 attaches the whole mapping, used or not
     yield get_model_conversion_mapping(model, add_legacy=False)
 
 
@@ -98,7 +98,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Views share the storage of what they view, so they need no note; `_blocks` refuses anything else that is made.
+        # Views share the storage of what they view, so they need no note; `_blocks` refuses all other results.
         name = func.overloadpacket.__name__
         if name in {"clone", "_reshape_copy", "contiguous"}:
             self._note(result, self.runs(args[0]))
@@ -109,7 +109,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         return result
 
     def runs(self, tensor: Any) -> list[RunTuple]:
-        """Return where the elements of *tensor* come from, in its own order."""
+        """Return where the elements of *tensor* come from, in the order of *tensor*."""
         return [run for block in self._blocks(tensor, 0) for run in block]
 
     def _note(self, made: Any, runs: list[RunTuple]) -> None:

@@ -3,7 +3,7 @@ Decide which tensors an export for Transformers has, and their names.
 
 Values always come from the chosen layers. The base's own weights files supply the names, and anything that no layer
 holds. If their names or shapes differ from those of the layers, we ask Transformers, in a process of its own, how it
-writes the model; if it cannot tell, there is no export.
+writes the model; if Transformers does not know, the export is refused.
 """
 
 import importlib.util
@@ -72,7 +72,7 @@ class ExportTensors:
 
         Raises:
             LayoutMismatch: The base's files name a tensor that the chosen layers lack.
-            Unsupported: Two tensors would have the same name, or Transformers cannot tell.
+            Unsupported: Two tensors would have the same name, or Transformers does not know the names.
         """
         known = suppliers_of(self.parameters.values(), self.buffers.values())
         unlike, others = [], []
@@ -89,7 +89,7 @@ class ExportTensors:
                 others.append(tensor)
             elif supplier in self.buffers and tensor.stored is not None:
                 self._add(tensor)
-            elif supplier not in self._covered:  # else tied: the file stores one memory under two names
+            elif supplier not in self._covered:  # otherwise tied: the file stores one memory under two names
                 self._covered.add(supplier)
                 unlike += [tensor.name] if tensor.stored is not None else []
                 self._add(self._from_layer(supplier, tensor))
@@ -105,7 +105,7 @@ class ExportTensors:
             else:
                 self._add(tensor)
         self._note(left_out, "in the base's own weights files, but in no layer; left out, as only the base has it")
-        self._note(unlike, "the base's own weights files have other values than its layers; the layers' are written")
+        self._note(unlike, "the base's own weights files differ from its layers in value; the layers' are written")
         if self.dtype:
             fixed = [name for name, parameter in self.parameters.items() if parameter.dtype not in FLOATS]
             self._note(fixed, "not floating point, so written unchanged")
@@ -116,13 +116,13 @@ class ExportTensors:
         return source is None or prod(source.shape) == prod(tensor.shape)
 
     def _plain_rest(self) -> list[str]:
-        """Return the parameters that have not been added yet, except adapters'."""
+        """Return the parameters that have not been added yet, except those of adapters."""
         return [name for name in self.parameters if name not in self._covered and not is_of_adapter(name)]
 
     # -- names that only Transformers knows ----------------------------------------------------------------------
 
     def _add_renamed(self, saved: list[WeightTensor]) -> None:
-        """Add the tensors *saved* under names that the layers lack; if there are none, all that Transformers writes."""
+        """Add the tensors *saved* under names that the layers lack; without any, add all that Transformers writes."""
         bare: dict[str, str] = {}
         shapes: dict[str, Sequence[int]] = {}
         for name, supplier, shape in self._names_in_memory():
@@ -134,13 +134,14 @@ class ExportTensors:
         seen: set[tuple[Run, ...]] = set()
         for name in by_name or written:
             runs = tuple(replace(run, name=bare[run.name]) for run in written[name].runs)
-            if runs not in seen:  # else tied
+            if runs not in seen:  # otherwise tied
                 seen.add(runs)
                 self._covered |= {run.name for run in runs}
                 self._add(self._from_runs(name, written[name].shape, runs, by_name.get(name)))
         if lost := self._plain_rest():
             raise Unsupported(
-                f"the base's own weights files have other names than the layers, and no tensor there is {lost[0]!r}",
+                "the tensor names in the base's own weights files differ from the layers', and no tensor there is "
+                f"{lost[0]!r}",
                 hint="compose --format shards keeps every name",
             )
 
@@ -247,7 +248,7 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBL
 
 
 def may_be_renamed(config: Mapping[str, object]) -> bool:
-    """Whether names in files may differ from names in memory for *config*: true of Transformers' own models since 5."""
+    """Whether names in files may differ from names in memory: true for Transformers' own models since version 5."""
     major = str(config.get("transformers_version", "")).partition(".")[0]
     return major.isdecimal() and int(major) >= 5 and "auto_map" not in config
 
@@ -261,7 +262,7 @@ def ask_transformers(
     The result must include *expected*, the tensors of the base's own weights files.
 
     Raises:
-        Unsupported: Transformers is not installed, or does not know.
+        Unsupported: Transformers is not installed, or does not know how to write the model.
     """
     named = f" (the base's own weights files have {next(iter(expected))!r})" if expected else ""
     problem = f"the weights have other names in files than in memory{named}"

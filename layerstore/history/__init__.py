@@ -1,4 +1,4 @@
-"""The history of commits: references, attempts, the place of a new save, staleness, what a record needs."""
+"""The history of commits: references, attempts, the position of a new save, staleness, what a record needs."""
 
 from layerstore.history.metrics import METRICS, measured_by, metrics_if_sound
 from layerstore.history.needs import (

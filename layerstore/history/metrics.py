@@ -1,8 +1,8 @@
 """
 What training measured at a commit's step: losses and scores, by name.
 
-They come from the checkpoint itself: what the Trainer logged at that step, and the numbers in client_state, at its top
-or under ``metrics``.
+They come from the checkpoint itself: what the Trainer logged at that step, and the numbers in client_state, at its
+top level or under ``metrics``.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ from layerstore.storage import Repository, RunView
 from layerstore.tree import Tree
 
 METRICS = "metrics"
-"""The key in client_state whose numbers are all metrics."""
+"""The key in client_state under which every number is a metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Measured:
     """All that the Trainer had logged."""
 
     def by_step(self) -> list[tuple[int, dict[str, float]]]:
-        """Return every step that the Trainer had logged; a step that it also evaluated comes twice."""
+        """Return every step that the Trainer had logged; a step that was also evaluated comes twice."""
         return [
             (int(step), dict(_floats(entry)))
             for entry in self.entries
@@ -45,8 +45,8 @@ def measured_by(repo: Repository, record: CommitRecord, *, view: RunView | None 
     """
     Return what training had measured by the time of the save *record*.
 
-    A Trainer may save a step before it logs it. If its log has nothing for the step, the log of the attempt's next
-    commit counts. Callers that ask about many commits pass the run's *view*.
+    A Trainer may save a step before logging it. If the commit's log has nothing for the step, the log of the attempt's
+    next commit is used. Callers that ask about many commits pass the run's *view*.
 
     Raises:
         IntegrityError: The commit's state is damaged.
@@ -75,10 +75,10 @@ def _first_state(repo: Repository, record: CommitRecord) -> RankState | None:
 
 
 def _measured(state: RankState) -> dict[str, float]:
-    """Return the numbers in client_state: all under ``metrics``, and the floats at its top."""
+    """Return the numbers in client_state: all under ``metrics``, and the floats at its top level."""
     tree = state.model.tree
     match tree:
-        case {"values": {"client_state": (_, dict(kept))}}:  # of FSDP2; see handover/dcp_state.py
+        case {"values": {"client_state": (_, dict(kept))}}:  # saved with FSDP2; see handover/dcp_state.py
             tree = kept
     if not isinstance(tree, dict):
         return {}
@@ -92,7 +92,7 @@ def _numbers(tree: Mapping[Tree, Tree]) -> dict[str, float]:
     numbers = {}
     for name, value in tree.items():
         if isinstance(name, str) and isinstance(value, int | float) and not isinstance(value, bool):
-            with suppress(OverflowError):  # an integer may be too large for a float; it measures nothing
+            with suppress(OverflowError):  # an integer too large for a float is not a metric
                 numbers[name] = float(value)
     return numbers
 

@@ -1,4 +1,4 @@
-"""What a record needs: its version and state blobs, and every object that these name."""
+"""What a record needs: its version and state blobs, and every object that these refer to."""
 
 import contextlib
 import struct
@@ -12,11 +12,11 @@ from layerstore.states import ObjectContent, RankState
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, replace_tensors
 
-_ROW = struct.Struct(">16sQ")  # an id and a size; sorted as bytes, they are in the order of ids
+_ROW = struct.Struct(">16sQ")  # an id and a size; rows sorted as bytes are in the order of their ids
 
 
 class NumberedRefs:
-    """References to objects, each with the numbers of all that name it; about 110 bytes each."""
+    """References to objects, each with the numbers of all holders; about 110 bytes per reference."""
 
     PARTS = 256
 
@@ -25,7 +25,7 @@ class NumberedRefs:
         self._parts: list[dict[bytes, int | list[int]]] = [{} for _ in range(self.PARTS)]
 
     def add(self, ref: BlobRef, number: int = 0) -> None:
-        """Note *ref*, named by *number*."""
+        """Add *ref*, needed by the holder *number*."""
         row = _ROW.pack(bytes.fromhex(ref.id), ref.size_bytes)
         part = self._parts[row[0]]
         known = part.setdefault(row, number)
@@ -67,10 +67,10 @@ def named_by(repo: Repository, blob: BlobRef, *, reads_tensors: bool = True) -> 
     """
     Return the objects that *blob*, a version or a rank's state, needs.
 
-    For a version, *reads_tensors* says whether its tensors, which are nearly all of it, are checked too.
+    For a version, *reads_tensors* makes this check the tensors too, which are nearly all of the blob.
 
     Raises:
-        IntegrityError: It is damaged, missing, or another kind of object.
+        IntegrityError: *blob* is damaged, missing, or a different kind of object.
     """
     data = repo.objects.read(blob)
     if data.startswith(STATE_MAGIC):
@@ -84,7 +84,7 @@ class Needs:
     """
     Every object that some records and parts need; a blob that many share is read once.
 
-    Each object keeps the number that it was first added with. Objects that *besides* already has are skipped.
+    Each object keeps the number that it was first added with. Objects already in *besides* are skipped.
     """
 
     def __init__(self, repo: Repository, *, besides: "Needs | None" = None) -> None:
@@ -96,7 +96,7 @@ class Needs:
         return isinstance(object_id, str) and self.number(ObjectId(object_id)) is not None
 
     def number(self, object_id: ObjectId) -> int | None:
-        """Return the number that *object_id* was first added with, None if it was not."""
+        """Return the number that *object_id* was first added with; None if it was not added."""
         return self._numbers.get(bytes.fromhex(object_id))
 
     def add_record(self, record: CommitRecord, *, number: int = 0) -> list[BlobRef]:
@@ -113,9 +113,9 @@ class Needs:
 
     def add_readable(self, record: CommitRecord) -> list[BlobRef]:
         """
-        Add what *record* needs, except for damaged blobs, since what they name is unknown; return what is new.
+        Add what *record* needs, except for damaged blobs, whose objects are unknown; return what is new.
 
-        A damaged blob is itself left out: at its place, it would promise that everything it names exists.
+        A damaged blob is itself left out: in ``objects/``, it would promise that everything it refers to exists.
         """
         new = []
         for blob in record.blobs:
@@ -131,8 +131,8 @@ class Needs:
         """Add the version or state blob *ref* and what it needs; return what is new."""
         if ref.id in self or self._is_left_out(ref):
             return []
-        # The blob itself comes last, so that an unreadable one is tried again.
-        # Without tensors: a collection reads every version that is kept.
+        # The blob itself is added last, so that an unreadable blob is tried again.
+        # Tensors are not read, for speed: a collection reads every version that is kept.
         inner = self.add(named_by(self._repo, ref, reads_tensors=False), number=number)
         return [*inner, *self.add([ref], number=number)]
 

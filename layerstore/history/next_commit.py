@@ -1,8 +1,8 @@
 """
-The place of a new commit in its run (attempt, save number, inherited layers), and which job saves an attempt.
+The position of a new commit in its run (attempt, save number, inherited layers), and which job saves an attempt.
 
-The caller holds the run's lock, or the attempt's (`reserve`). Locks are a courtesy: if two jobs that cannot see each
-other save one attempt, nothing is lost, but a step that both saved is ambiguous.
+The caller holds the run's lock, or the attempt's (`reserve`). Locks are a courtesy: if two jobs that do not see each
+other's locks save one attempt, nothing is lost, but a step that both saved is ambiguous.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,7 +22,7 @@ from layerstore.zero3 import LayerSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextCommit:
-    """The place of a commit in its run."""
+    """The position of a commit in its run."""
 
     attempt: int
     lineage: tuple[Fork, ...]
@@ -31,7 +31,7 @@ class NextCommit:
     """Every layer's previous version; empty for the first save."""
     supersedes: tuple[CommitId, ...] = ()
     after: int | None = None
-    """The step of the run that training continues from, if any: the commit must come after it."""
+    """The step of the run that training continues from, if any; the commit must be after that step."""
 
     @property
     def fork(self) -> Fork | None:
@@ -40,7 +40,7 @@ class NextCommit:
 
     @classmethod
     def of(cls, record: CommitRecord) -> Self:
-        """Return the place of *record*. Saving the same content there again gives the same commit."""
+        """Return the position of *record*. Saving the same content again at this position gives the same commit."""
         return cls(
             attempt=record.attempt,
             lineage=record.lineage,
@@ -51,7 +51,7 @@ class NextCommit:
 
     @classmethod
     def begun(cls, view: RunView | None) -> Self:
-        """Return the place of a training that starts from scratch, in a new attempt."""
+        """Return the position of training that starts from scratch, in a new attempt."""
         return cls(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited={})
 
     @classmethod
@@ -61,7 +61,7 @@ class NextCommit:
         """
         Return the position of a run resumed from *record*: the commit *of_commit*, or a composite based on it.
 
-        If that is the tip of the newest attempt, as it stands, the attempt continues; otherwise a new one forks.
+        If *record* is the unchanged tip of the newest attempt, that attempt continues; otherwise a new one forks.
         """
         newest = None if view is None else next(view.history(view.newest_attempt), None)
         if view is None or newest is None or newest.id != of_commit or not is_as_it_stands:
@@ -86,7 +86,7 @@ class NextCommit:
         resumed_from: str | None,
     ) -> "NextCommit":
         """
-        Return the place of a new commit at *step*: in the newest attempt, or in a new one.
+        Return the position of a new commit at *step*: in the newest attempt, or in a new one.
 
         Raises:
             InvalidInput: *rollback* or *resumed_from* contradicts the run's history.
@@ -105,7 +105,7 @@ class NextCommit:
                     f"--rollback: step {step} is after {view.run}@{tip}, the newest: training did not go back",
                     hint="leave --rollback out",
                 )
-            # Training that went back to before the first save started from scratch.
+            # If training went back to before the first save, it started from scratch.
             return cls.begun(view) if before is None else _fork(view, before, left=attempt)
         return cls(
             attempt=attempt,
@@ -116,7 +116,7 @@ class NextCommit:
         )
 
     def moved_to(self, view: RunView | None, attempt: int) -> "NextCommit | None":
-        """Return this place in *attempt*; None if that attempt, or a later one, has commits."""
+        """Return this position in *attempt*; None if that attempt, or a later one, has commits."""
         if self.attempt == attempt:
             return self
         if attempt <= _newest_number(view):
@@ -128,7 +128,7 @@ class NextCommit:
         return replace(self, attempt=attempt, lineage=(fork, *self.lineage))
 
     def avoiding(self, view: RunView | None, taken: Collection[int]) -> "NextCommit":
-        """Return this place, or this place in the next free attempt if other jobs have *taken* its own."""
+        """Return this position, moved to the next free attempt if other jobs have *taken* its attempt."""
         if self.attempt not in taken:
             return self
         moved = self.moved_to(view, 1 + max(_newest_number(view), *taken))
@@ -153,9 +153,9 @@ class NextCommit:
         flags: tuple[str, ...] = (),
     ) -> CommitRecord:
         """
-        Return the record of a commit here: *versions* of the layers that are *due*; the others are inherited.
+        Return the record of a commit at this position: *versions* of the layers that are *due*; others are inherited.
 
-        *compact* gives, for each layer saved compactly, how many times in a row it now was.
+        *compact* gives, for each layer saved compactly, the number of compact saves in a row, with this one.
         """
         origin = Origin(run=run, attempt=self.attempt, step=step, save_number=self.save_number)
         entries = tuple(
@@ -217,7 +217,7 @@ def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> 
 def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None) -> NextCommit:
     """Open the attempt that continues from *record*, which may belong to another run."""
     if view is None or record.run != view.run:
-        # A fork names an attempt of its own run; from another run, only the layers are inherited.
+        # A fork refers to an attempt of its own run; from another run, only the layers are inherited.
         return NextCommit(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
     # After a rollback, training has left the newest attempt, even if the previous save belongs to an earlier one.
     attempt = record.attempt if left is None else left
@@ -244,15 +244,15 @@ class Reserved:
 
     place: NextCommit
     lock: ExitStack
-    """Holds the attempt."""
+    """Holds the attempt's lock."""
     passed: tuple[Locked, ...]
     """Why earlier candidates were skipped: other jobs hold them."""
     doubt: StorageIO | None
-    """Why it could not be locked; another job may save it too. None if it is locked."""
+    """Why the attempt could not be locked, so that another job may save it too; None if it is locked."""
 
 
 def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], NextCommit], *, held: int = 0) -> Reserved:
-    """Lock an attempt: *placed* picks a place, given the attempts that others hold. We hold *held* already."""
+    """Lock an attempt: *placed* picks a position, given the attempts that others hold. We hold *held* already."""
     taken: dict[int, Locked] = {}
     while True:
         place, lock, doubt = placed(taken.keys()), ExitStack(), None
@@ -263,5 +263,5 @@ def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Next
                 taken[place.attempt] = exc
                 continue
             except StorageIO as exc:
-                doubt = exc  # locks do not work here: only the courtesy is lost
+                doubt = exc  # locks do not work on this filesystem: only the courtesy is lost
         return Reserved(place=place, lock=lock, passed=tuple(taken.values()), doubt=doubt)

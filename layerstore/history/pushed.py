@@ -59,11 +59,11 @@ def note_pushed(
     try:
         repo.rewrite(repo.layout.pushed, noted)
     except (StorageIO, Locked) as exc:  # a read-only store, say
-        warnings.warn(f"what the remote has is not noted here: {exc}", PushedNotice, stacklevel=3)
+        warnings.warn(f"could not note what the remote has: {exc}", PushedNotice, stacklevel=3)
 
 
 def forget_pushed(repo: Repository, url: str) -> bool:
-    """Forget the remote at *url*; return whether anything was noted of it."""
+    """Forget the remote at *url*; return whether anything was noted about it."""
     if url not in pushed_to(repo):
         return False
 

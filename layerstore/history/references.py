@@ -17,14 +17,14 @@ from layerstore.nearest import did_you_mean
 from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.units import SHORT_ID_DIGITS, short_id
 
-# The beginning of a commit's id, as in git. At the length that `log` shows, it is nothing else.
+# The beginning of a commit's id, as in git. Text as long as the ids that `log` shows counts only as an id.
 _ID_DIGITS_MIN = 4
 _COMMIT_ID = re.compile(f"[0-9a-f]{{{_ID_DIGITS_MIN},32}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What a reference means."""
+    """What a reference resolves to."""
 
     record: CommitRecord
     commit: CommitId
@@ -32,7 +32,7 @@ class Resolved:
     pin: str | None
     """The pin's name, if the reference is a pin."""
     time_ns: int
-    """When it was written, by the writer's clock."""
+    """When the commit or pin was written, by the writer's clock."""
 
     @classmethod
     def of_commit(cls, commit: Commit) -> Self:
@@ -71,11 +71,11 @@ def only_run(repo: Repository) -> str:
 
 def resolve(repo: Repository, text: str | None) -> Resolved:
     """
-    Return the record that *text* means; None means the tip of the store's only run.
+    Return the record that *text* refers to; None stands for the tip of the store's only run.
 
     Raises:
         NotFound: There is no such run, attempt, step, pin or commit.
-        InvalidInput: Several commits' ids begin that way.
+        InvalidInput: Several commits' ids begin with *text*.
         Conflict: That step has two commits.
     """
     located = locate(repo, only_run(repo) if text is None else text, pins=repo.records.pin_names())
@@ -88,12 +88,12 @@ def locate(
     repo: Repository, text: str, *, pins: Collection[str], view_of: Callable[[str], RunView] | None = None
 ) -> RecordRow | Resolved:
     """
-    Return the row of the commit that *text* means, or the pin; raises as ``resolve`` does.
+    Return the row of the commit that *text* refers to, or the pin; raises as ``resolve`` does.
 
     *view_of* may return a run's view from a cache, for callers who look up many references.
     """
     reference = parse_reference(text)
-    # A run of the same name, made at the same moment, takes precedence.
+    # If a run and a pin with the same name were made at the same moment, the run takes precedence.
     if reference.name in pins and not repo.records.names(reference.name):
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
@@ -109,7 +109,7 @@ def locate(
 
 
 def _hint_at_dropped_step(repo: Repository, view: RunView, reference: Reference) -> str | None:
-    """Return the hint for a step that only the trash has."""
+    """Return the hint for a step that exists only in the trash."""
     if reference.step is None or reference.back or any(row.step == reference.step for row in view.visible):
         return None
     dropped = [name for name in repo.trash.records() if (name.run, name.step) == (view.run, reference.step)]
@@ -119,7 +119,7 @@ def _hint_at_dropped_step(repo: Repository, view: RunView, reference: Reference)
 
 
 def begins_id(text: str) -> bool:
-    """Whether *text* may be the beginning of a commit's id; a short number is a step without its run."""
+    """Whether *text* may be the beginning of a commit's id; a short number counts as a step without its run."""
     return _COMMIT_ID.fullmatch(text) is not None and not (text.isdecimal() and len(text) < SHORT_ID_DIGITS)
 
 
@@ -133,7 +133,7 @@ def ambiguous_id(text: str, ids: Iterable[str]) -> InvalidInput:
 
 
 def _by_id(repo: Repository, text: str) -> RecordRow | Resolved | None:
-    """Return the commit whose id begins with *text*, visible or else in the trash; None if *text* may be a run."""
+    """Return the commit whose id begins with *text*, visible or otherwise in the trash; None if *text* may be a run."""
     views = (repo.catalog.view(run) for run in repo.catalog.runs())
     rows = [row for view in views for row in view.visible if row.id.startswith(text)]
     if len(rows) == 1:
@@ -151,17 +151,17 @@ def _by_id(repo: Repository, text: str) -> RecordRow | Resolved | None:
 
 
 def find_row(view: RunView, reference: Reference) -> RecordRow:
-    """Return the row of *view* that *reference* means."""
+    """Return the row of *view* that *reference* refers to."""
     attempts = view.attempts
     if reference.back or not attempts:
-        # A damaged record may be an attempt of its own, which would not be counted. Without attempts, all records are
-        # damaged: of commits that replace each other, the last is visible.
+        # A damaged record may be the only one of its attempt, which would not be counted. If there are no attempts, all
+        # records are damaged: of commits that replace each other, the last is always visible.
         _raise_damaged(view)
     if reference.back >= len(attempts):
         raise NotFound(
             f"run {view.run!r} has no attempt ~{reference.back}: ~N counts attempts back from the newest, "
             f"and it has {len(attempts)}",
-            hint=f"layerstore log {typed(view.run)}; a step is named {view.run}@STEP",
+            hint=f"layerstore log {typed(view.run)}; write a step as {view.run}@STEP",
         )
     attempt = attempts[-1 - reference.back]
     step = reference.step if reference.step is not None else next(view.history(attempt)).step
@@ -175,9 +175,9 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
 
 def _check_undamaged(view: RunView, step: int, *, tip: bool) -> None:
     """
-    Raise if a damaged record at *step*, or after it if the *tip* is asked for, might be the record that is meant.
+    Raise if a damaged record might be the requested one: at *step*, or, if the *tip* is requested, after *step*.
 
-    It might also supersede an intact one, which must not silently reappear.
+    The damaged record might also supersede an intact one, which must not silently reappear.
     """
     for name, problem in view.damaged.items():
         if name.step == step or (tip and name.step > step):
@@ -195,7 +195,7 @@ def _only(view: RunView, rows: list[RecordRow]) -> RecordRow:
         ids = ", ".join(short_id(row.id) for row in newest)
         raise Conflict(
             f"{view.run}@{newest[0].step} is ambiguous: this step has {len(newest)} commits: {ids}",
-            hint=f"layerstore drop {short_id(newest[0].id)} moves one to the trash; a commit's id names it everywhere",
+            hint=f"layerstore drop {short_id(newest[0].id)} moves one to the trash; a commit's id works everywhere",
         )
     return newest[0]
 
@@ -207,7 +207,7 @@ def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exceptio
         attempt_named = f"{view.run}~{back}"
         return NotFound(
             f"{view.run}@{reference.step} belongs to an earlier attempt",
-            hint=f'{attempt_named}@{reference.step} names it; in Python, use resume(…, run="{attempt_named}")',
+            hint=f'{attempt_named}@{reference.step} refers to it; in Python, use resume(…, run="{attempt_named}")',
         )
     rows = list(view.history(attempt))[::-1]
     steps = [str(row.step) for row in rows]
@@ -226,9 +226,9 @@ def _around(step: int, steps: list[int]) -> list[int]:
 
 def reference_to(repo: Repository, save: Saving) -> str:
     """
-    Return the reference of the commit *save*: ``RUN@STEP``, or ``RUN~1@STEP`` for one of an earlier attempt.
+    Return the reference to the commit *save*: ``RUN@STEP``, or ``RUN~1@STEP`` if it belongs to an earlier attempt.
 
-    If another commit has taken the step of a hidden one, the hidden one's attempt is added in words.
+    If *save* is hidden and another commit has taken its step, the attempt of *save* is added in words.
     """
     return references_to(repo, [save])[0]
 
@@ -247,7 +247,7 @@ def references_to(repo: Repository, saves: Iterable[Saving]) -> list[str]:
 def _reference(view: RunView | None, save: Saving) -> str:
     plain = f"{save.run}@{save.step}"
     if view is None or not view.attempts:
-        return plain  # nothing is left of the run, so nothing else can be meant
+        return plain  # nothing is left of the run, so this is unambiguous
     attempts = view.attempts
     plain_attempt = _attempt_meant(view, attempts[-1], save.step)
     if plain_attempt == save.attempt:

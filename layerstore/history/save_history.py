@@ -1,5 +1,5 @@
 """
-The past, seen from a commit: its run's saves, newest first, and how long ago the layers of a composite were saved.
+The saves of a run up to a commit, newest first, and how long ago the layers of a composite were saved.
 
 Up to its fork, an attempt shares the saves of the earlier attempt.
 """
@@ -27,13 +27,13 @@ def saved_at(repo: Repository, save: Saving) -> RecordName | None:
 
 
 def has_shrunk(repo: Repository, view: RunView) -> bool:
-    """Whether gc, which takes no lock against writers, has removed a commit of *view* since it was read."""
+    """Whether gc, which takes no lock against writers, has removed a commit of *view* since *view* was read."""
     present = repo.catalog.find(view.run)
     return present is None or not present.rows.keys() >= view.rows.keys()
 
 
 def view_read_again(repo: Repository, run: str, step: int) -> RunView | None:
-    """Return the view of *run* after rereading the records at *step*, which may be damaged since they were indexed."""
+    """Return the view of *run* after rereading the records at *step*, which may have been damaged since indexing."""
     repo.records.refresh()
     view = repo.catalog.find(run)
     if view is None:
@@ -44,7 +44,7 @@ def view_read_again(repo: Repository, run: str, step: int) -> RunView | None:
             try:
                 repo.records.read(row.name)
             except IntegrityError as exc:
-                if repo.records.is_listed(row.name):  # else it was collected meanwhile
+                if repo.records.is_listed(row.name):  # otherwise gc removed it in the meantime
                     damaged[row.name] = exc
     rows = {key: row for key, row in view.rows.items() if row.name not in damaged}
     return replace(view, rows=rows, damaged=view.damaged | damaged) if damaged else view
@@ -75,10 +75,10 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
 
 def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
     """
-    Return the newest save up to *resolved*, in its history, that was kept bit for bit: *resolved* itself if it was.
+    Return the newest save kept bit for bit in the history of *resolved*: *resolved* itself if it was kept so.
 
     Raises:
-        NotFound: There is none.
+        NotFound: No save was kept bit for bit.
         IntegrityError: A record in between is damaged; it might be that save.
         Conflict: A step has two commits.
     """
@@ -93,7 +93,7 @@ def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
         name = resolved.pin or reference_to(repo, record)
         raise NotFound(
             f"no save up to {name} is exact: each has layers that were not kept bit for bit",
-            hint=f"layerstore show {typed(name)} says what they lost; without exact, it is used as it is",
+            hint=f"layerstore show {typed(name)} shows what they lost; without exact, that save is used as it is",
         )
     return Resolved.of_commit(repo.catalog.commit(exact.name))
 
@@ -115,7 +115,7 @@ class SaveHistory:
         base = row_of(Commit(id=CommitId(self._base.commit), record=record, observed=observed))
         number = record.save_number if view is None else view.number_at(record.attempt, record.step, default=base)
         for row in [base] if view is None else self._with_older(base, view):
-            # Before the yield: the caller then asks about the save by its position.
+            # Before the yield, because the caller then asks about the save by its position.
             self._seen.append(row)
             yield row._replace(save_number=number)
             number -= 1
@@ -126,7 +126,7 @@ class SaveHistory:
         yield from saves_below(view, attempt=base.attempt, step=base.step)
 
     def decided(self, position: int, policy: Policy) -> frozenset[str] | None:
-        """Return what *policy* chose at the save of *position*; None if that save was full, or used another policy."""
+        """Return what *policy* chose at the save at *position*; None if that save was full, or used another policy."""
         row = self._seen[position]
         if row.is_full:
             return None
@@ -136,7 +136,7 @@ class SaveHistory:
         return frozenset(entry.layer for entry in record.layers if entry.saved_by(record))
 
     def chosen(self, positions: Mapping[str, int]) -> list[tuple[RecordName | None, tuple[LayerEntry, ...]]]:
-        """Return each layer's version at its position, by record; None stands for the base."""
+        """Return each layer's version at its position, grouped by record; None stands for the base's record."""
         layers: dict[int, list[str]] = {}
         for layer, position in positions.items():
             layers.setdefault(position, []).append(layer)
@@ -150,7 +150,7 @@ class SaveHistory:
         return picked
 
     def is_older(self, entry: LayerEntry, position: int) -> bool:
-        """Whether the save of *position* inherited the layer instead of saving it."""
+        """Whether the save at *position* inherited the layer of *entry* instead of saving it."""
         return not entry.saved_by(self._seen[position])
 
 
@@ -169,7 +169,7 @@ class LayerAge:
     steps: int | None
     """Steps before the base; negative if newer, None if from another run."""
     saves: int | None
-    """Likewise, saves before the base; None also if save numbers and steps are in different orders."""
+    """Likewise, saves before the base; None also if save numbers and steps disagree about the order."""
     optimizer_step: int | None
     """The optimizer's update count."""
 
@@ -228,7 +228,7 @@ class Staleness:
 
 
 def others_in(base: CommitRecord, layers: Sequence[LayerEntry]) -> tuple[int, bool] | None:
-    """Return how many trained *layers* are not from *base*, and whether all those are older; None if none are mixed."""
+    """Return how many trained *layers* are not from *base*, and whether all of these are older; None if not mixed."""
     staleness = Staleness.of(base, layers)
     if not staleness.is_mixed:
         return None
@@ -248,7 +248,7 @@ def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
         attempt=origin.attempt,
         step=origin.step,
         steps=steps if is_own else None,
-        # The save number of a step that was filled in later says nothing about its age.
+        # The save number of a step that was filled in later does not show its age.
         saves=saves if is_own and _sign(saves) == _sign(steps) else None,
         optimizer_step=entry.optimizer_step,
     )

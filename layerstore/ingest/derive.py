@@ -1,8 +1,8 @@
 """
 Find out which gathered weights need not be stored: those that equal their rounded master.
 
-They are compared bit for bit, tensor by tensor, while the masters are being read anyway. Frozen weights and buffers are
-compared with their own slices in the same way.
+Weights and masters are compared bit for bit, tensor by tensor, while the masters are being read anyway. Gathered frozen
+weights and buffers are compared with their own slices in the same way.
 """
 
 import threading
@@ -31,14 +31,14 @@ class Gathered:
         """Return the parameters and gathered tensors of *checkpoint*."""
         by_supplier: dict[str, tuple[GatheredSource, ...]] = {}
         in_files = (tensor for file in checkpoint.gathered for tensor in file.tensors if tensor.supplier)
-        # Those of the model's file first, which `weights_to_store` relies on.
+        # Tensors of the model's file come first; `weights_to_store` relies on that order.
         for tensor in (*checkpoint.whole, *in_files):
             by_supplier[tensor.supplier] = (*by_supplier.get(tensor.supplier, ()), tensor)
         parameters = {parameter.name: parameter for layer in checkpoint.layers for parameter in layer.parameters}
         return cls(parameters, by_supplier, checkpoint.whole)
 
     def only(self, names: Collection[str]) -> "Gathered":
-        """Return only what concerns the parameters *names*."""
+        """Return only the entries of the parameters and buffers *names*."""
         return Gathered(
             {name: self.parameters[name] for name in names if name in self.parameters},
             {name: self.by_supplier[name] for name in names if name in self.by_supplier},
@@ -74,7 +74,7 @@ class GatheredCheck:
         return Compared(self._alike, frozenset(self._unlike))
 
     def join(self, compared: Compared) -> None:
-        """Add what another process *compared*: different elements from ours."""
+        """Add what another process *compared*: elements that this process did not compare."""
         # Without the lock: this process's own threads are done.
         self._unlike |= compared.unlike
         for tensor, elements in compared.alike.items():
@@ -82,7 +82,7 @@ class GatheredCheck:
 
     def is_derived(self, tensor: GatheredSource) -> bool:
         """Whether every element of *tensor* can be derived."""
-        # Counted, since slices come in any order, from several threads and processes.
+        # Elements are counted, since slices come in any order, from several threads and processes.
         return tensor not in self._unlike and self._alike.get(tensor, 0) == tensor.elements
 
     @property
@@ -108,13 +108,13 @@ class GatheredCheck:
     def witness(self, source: ObjectSource) -> Witness | None:
         """Return a callback that compares the slices of *source* with gathered tensors; None if there are none."""
         is_of_rank_0 = source.shard == 0  # rank 0 gathered
-        # Gathered weights never have moments, and where ranks' buffers differ, they have the first rank's.
+        # Gathered weights never include moments; where ranks' buffers differ, they include the first rank's.
         if source.kind is Kind.OPTIMIZER or (source.kind is Kind.BUFFERS and not is_of_rank_0):
             return None
 
         def look(part: SliceSource, start_element: int, data: memoryview) -> None:
             for tensor in self._by_supplier.get(part.name, ()):
-                if tensor not in self._unlike:  # without the lock: to compare once more does no harm
+                if tensor not in self._unlike:  # without the lock: comparing once too often does no harm
                     self._compare(tensor, part.begin + start_element, part.dtype, data)
 
         return look if self._by_supplier else None

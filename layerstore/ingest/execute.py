@@ -48,11 +48,11 @@ from layerstore.units import short_id, size
 from layerstore.zero3 import Checkpoint
 
 _HOW_TO_SAVE_IT = (
-    "--replace replaces the old commit with it, --rollback says that training went back to an earlier step, "
-    "--run NAME that this is another run"
+    "use --replace to replace the old commit, --rollback if training went back to an earlier step, "
+    "--run NAME if this is another run"
 )
 _HOW_TO_FIND_A_BASE = (
-    "--onto the commit that the folder was composed from or trained from; --replace, or --run NAME to keep both"
+    "use --onto with the commit that the folder was composed or trained from; or --replace, or --run NAME to keep both"
 )
 _HOW_TO_KEEP_A_MIXTURE = (
     "layerstore compose wrote this folder from what a store has: compose --pin NAME keeps a mixture there, "
@@ -88,7 +88,7 @@ def ingest(repo: Repository, path: Path, options: IngestOptions, *, progress: Pr
                 if view is None or not has_shrunk(repo, view):
                     raise
     if options.pin is not None:
-        # By its id, because the run's name may now mean a newer commit.
+        # By its id, because the run's name may now refer to a newer commit.
         make_pin(repo, options.pin, resolve(repo, ingested.commit))
     return ingested
 
@@ -118,7 +118,7 @@ def _notes(
         were = "object in the store was" if count == 1 else "objects in the store were"
         yield (
             f"{count} {were} damaged (first: {writer.damaged[0].id}) and written again from this checkpoint; "
-            "layerstore verify --read-data looks at all the others"
+            "layerstore verify --read-data checks all other objects"
         )
 
 
@@ -136,7 +136,7 @@ def _exact_notes(layers: Sequence[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
-    """Explain removed files, and how much space a full disk lacks."""
+    """Explain errors about removed files; on a full disk, add how much space is needed and how much is free."""
     try:
         yield
     except StorageIO as exc:
@@ -182,7 +182,7 @@ class _Ingest:
         return healed or self._as_new(replaced_rows, known_before=rival is not None)
 
     def _replaced(self, rival: RecordRow | None) -> list[RecordRow]:
-        """Return the commits to replace: those at the step of *rival*, if that is in the history."""
+        """Return the commits to replace: those at *rival*'s step, if *rival* is in the newest attempt's history."""
         if rival is None or not self.options.replace or self.options.opens_attempt or not self._is_meant(rival):
             return []
         assert self.view is not None, "the rival is in the view"
@@ -195,7 +195,7 @@ class _Ingest:
         rows = [row for row in self.view.visible if row.step == self.checkpoint.step]
         rows.sort(key=lambda row: row.attempt, reverse=True)
         if self.options.opens_attempt:
-            # A command that opens an attempt may be a repeat: what it saved before is an attempt's first commit.
+            # A command that opens an attempt may be repeated: its earlier commit is then the first of an attempt.
             return next((row for row in rows if self.view.of_attempt(row.attempt)[0].id == row.id), None)
         return next((row for row in rows if self._is_meant(row)), next(iter(rows), None))
 
@@ -210,11 +210,11 @@ class _Ingest:
         """Restore what the store has lost of *rival*, if the content is the same; return None if it is not."""
         options = self.options
         old = self.repo.catalog.commit(rival.name)
-        # Staged as it was saved then, under its policy and at its place, so that equal content gets the same id.
+        # Stage the content under *rival*'s policy and at its position, so that equal content gets the same id.
         place, trimmed = NextCommit.of(old.record), WITHOUT_MOMENTS in old.record.flags
         as_saved = (old.record.policy.name, old.record.precision)
         if options.replace and (trimmed or as_saved != (options.policy.name, options.precision)):
-            return None  # the user wants its moments back, more of its layers, or them in another precision
+            return None  # the user wants its moments back, more of its layers, or another precision
         if options.opens_attempt and not self._opens_the_same(rival):
             return None
         due = frozenset(layer.layer for layer in self.checkpoint.layers) - place.inherited.keys()
@@ -226,7 +226,7 @@ class _Ingest:
             record = self._record(
                 place, old.record.policy, content, due, precision=old.record.precision, compact=counts
             )
-            # The same content: committing it again restores what the store has lost of it, or what is damaged.
+            # The content is the same: committing it again restores whatever is lost or damaged.
             if commit_id(record) == rival.id:
                 for entry in place.inherited.values():
                     tx.inherit(entry)
@@ -265,7 +265,7 @@ class _Ingest:
         """Store a new commit in place of *replaced_rows*."""
         options, view = self.options, self.view
         for row in replaced_rows:
-            retire(self.repo, self.repo.catalog.commit(row.name))  # else what it replaced would reappear
+            retire(self.repo, self.repo.catalog.commit(row.name))  # otherwise commits that it replaced would reappear
         with contextlib.ExitStack() as opened:
             place = self._place(view, replaced_rows)
             if options.opens_attempt:
@@ -283,7 +283,7 @@ class _Ingest:
             # By what was actually coded: a layer that was to be compact may have had nothing to code.
             counts = compact_counts(place.inherited, {loss.layer for loss in content.losses})
             record = self._record(place, use, content, due, precision=options.precision, compact=counts)
-            # Only now is the commit's id known: a damaged record of that name is this very save.
+            # Only now is the commit's id known: a damaged record with that id is this very save.
             for name, problem in self._damaged().items():
                 if name.id != commit_id(record):
                     drop = f"layerstore drop {self.run}@{self.checkpoint.step}"
@@ -293,7 +293,7 @@ class _Ingest:
                     )
             if options.pin is not None:
                 check_pin_means(self.repo, options.pin, commit_id(record))
-            # As late as possible: what is inherited is touched right before it is named.
+            # As late as possible: inherited files are touched right before the record names them.
             for entry in record.layers:
                 if entry.layer not in due:
                     tx.inherit(entry)
@@ -309,7 +309,7 @@ class _Ingest:
         known_before: bool,
         moments: bool = True,
     ) -> Content:
-        """Stage the content; explain damage to what compact layers refer to, which this checkpoint cannot heal."""
+        """Stage the content; explain damage to objects that compact layers refer to: this checkpoint cannot heal it."""
         try:
             return self.transfer(
                 tx.objects, self.progress, due=due, known_before=known_before, moments=moments, compact=compact
@@ -326,7 +326,7 @@ class _Ingest:
             ) from exc
 
     def _compact(self, place: NextCommit, due: frozenset[str]) -> CompactLayers:
-        """Return which of the layers *due* need not be exact this time, and have something to refer to."""
+        """Return which of the layers *due* need not be exact this time, and have an exact version to refer to."""
         keyframes, older = self.options.keyframes, {}
         for layer in self.checkpoint.layers:
             entry = place.inherited.get(layer.layer) if layer.layer in due else None
@@ -357,7 +357,7 @@ class _Ingest:
         try:
             return self._place(replaced(self.view, rows=rows), []).lineage == rival.lineage
         except InvalidInput:
-            return False  # without that attempt, it would have been refused
+            return False  # without that attempt, this command would have been refused
 
     def _damaged(self) -> dict[RecordName, LayerstoreError]:
         damaged = {} if self.view is None else self.view.damaged
@@ -393,7 +393,7 @@ class _Ingest:
         )
 
     def _origin_notes(self) -> Iterator[str]:
-        """Yield a note if this was composed from layers not kept bit for bit, which its own files do not show."""
+        """Yield notes on the origin of a folder that compose wrote, which its checkpoint files do not show."""
         origin = composed(self.repo, self.checkpoint.found.folder)
         if origin is not None:
             yield from origin.notes(self.checkpoint.step)

@@ -23,22 +23,22 @@ class Ingested:
     attempt: int
     commit: CommitId
     is_new: bool
-    """False if this content was saved before: then only what the store had lost was written."""
+    """False if this content was saved before; in that case, only what the store had lost was written."""
     record_healed: bool
-    """Whether its record was damaged and was written again."""
+    """Whether the commit's record was damaged and was written again."""
     layers: tuple[str, ...]
     layers_saved: tuple[str, ...]
-    """Those that were due; the others are inherited."""
+    """The layers that were due; all others are inherited."""
     layers_compact: tuple[str, ...]
-    """Those of `layers_saved` that are not kept bit for bit."""
+    """The layers of `layers_saved` that are not kept bit for bit."""
     precision: str
-    """The precision that was asked for; some layers are exact all the same."""
+    """The precision that was asked for; some layers may be exact nevertheless."""
     objects_new: int
     objects_reused: int
     bytes_new: int
     bytes_reused: int
     objects_healed: int
-    """New ones that replace damaged objects of the store."""
+    """New objects that replace damaged objects of the store."""
     reused_read: bool
     """Whether reused objects were read and compared."""
     bytes_derived: int

@@ -57,7 +57,7 @@ def _samples(
     repo: Repository, reader: SourceReader, layer: LayerSource, version: LayerVersion
 ) -> Iterator[tuple[float, Numbers, Numbers, Numbers | None]]:
     """
-    Yield samples of the masters in *version* and in *layer*, and of its second moments if the optimizer has any.
+    Yield samples of the masters in *version* and in *layer*, and of *layer*'s second moments if it has any.
 
     Each tuple begins with the number of elements that one sampled element represents.
     """
@@ -113,7 +113,7 @@ def is_still(parameters: Sequence[Parameter]) -> bool:
 
 def sampled(elements: int) -> Iterator[tuple[int, int]]:
     """
-    Yield the runs that are sampled from a parameter of *elements* elements: all of it if it is small.
+    Yield the runs that are sampled from a parameter of *elements* elements; a small parameter is one run.
 
     >>> list(sampled(10))
     [(0, 10)]
@@ -132,7 +132,7 @@ def sample_weight(elements: int) -> float:
     """
     Return how many elements one sampled element represents, in a parameter of *elements* elements.
 
-    Without it a norm of 4,096 elements, all of them near 1, would count for as much as a matrix of millions.
+    Without this weight, a norm of 4,096 elements, all near 1, would count for as much as a matrix of millions.
 
     >>> sample_weight(10), sample_weight(1_048_576)
     (1.0, 512.0)
@@ -146,7 +146,7 @@ def layers_due(
     """
     Return which of *layers* to store, and the decisions that the record keeps.
 
-    These are all layers if the history has no complete save yet. Otherwise, they are those that *policy* names, and
+    All layers are stored if the history has no complete save yet. Otherwise, the layers that *policy* selects are, and
     every layer that has changed its shape, that the optimizer has updated for the first time, or that the store has
     lost.
     """
@@ -159,7 +159,7 @@ def layers_due(
         }
         moved = movements(repo, layers, place.inherited)
         save = replace(save, movements=moved.relative, weighted_movements=moved.weighted, sizes=sizes)
-    # 0: at an ingest, `fresh` names the half that the first save stores.
+    # 0, because at an ingest, `fresh` stands for the half that the first save stores.
     due = due_layers(anchored(policy, 0), save)
     # Whatever the policy says, layers that cannot be inherited must be stored.
     due |= {

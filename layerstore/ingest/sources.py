@@ -27,7 +27,7 @@ class IngestSource:
     run: str
     checkpoint: Checkpoint
     transfer: Callable[..., Content]
-    """Stages its content: `layerstore.ingest.transfer`, or a distributed checkpoint's own."""
+    """Stages the checkpoint's content: `layerstore.ingest.transfer`, or a distributed checkpoint's own function."""
 
 
 def read_source(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
@@ -35,15 +35,15 @@ def read_source(repo: Repository, path: Path, options: IngestOptions) -> IngestS
     Read and check the checkpoint at *path*, from any engine. Writes nothing.
 
     Raises:
-        SourceCheckpoint: It is damaged or incomplete, or there is none.
-        InvalidInput: Options contradict each other, or do not fit it.
-        Conflict: The run's name is taken, or the pin's.
+        SourceCheckpoint: The checkpoint is damaged, incomplete or missing.
+        InvalidInput: Options contradict each other, or do not fit the checkpoint.
+        Conflict: The name of the run or of the pin is taken.
     """
     if options.pin is not None:
         check_pin_name(repo, options.pin)
     if options.rollback and options.resumed_from is not None:
         raise InvalidInput("--rollback and --resumed-from were both given", hint="leave --rollback out")
-    # Before the checkpoint is read, which can take minutes: a store that accepts no saves refuses at once.
+    # Check the store first: if it accepts no saves, refuse before the checkpoint is read, which can take minutes.
     repo.prepare_saving()
     if options.onto is not None:
         source = _onto(repo, path, options)
@@ -53,7 +53,7 @@ def read_source(repo: Repository, path: Path, options: IngestOptions) -> IngestS
         source = (_standalone if is_distributed else _of_deepspeed)(repo, path, options)
     if not source.checkpoint.layers:
         raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
-    # Once the step is known, and still before anything is written.
+    # Check this once the step is known, but before anything is written.
     if options.pin is not None:
         check_pin_free(repo, options.pin, run=source.run, step=source.checkpoint.step)
     return source
@@ -63,11 +63,11 @@ def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> Inges
     if options.step is not None:
         raise InvalidInput(
             f"--step was given, but {path} is not a folder of torch.distributed.checkpoint",
-            hint="leave it out: DeepSpeed's files say their step",
+            hint="leave --step out: DeepSpeed's files state the step",
         )
     pattern = compile_pattern(options.layer_pattern)
     found = discover(path, tag=options.tag, follow=options.follow)
-    # Before it is read as a shard: that error would only name what the file lacks.
+    # Refuse a pointer before it is read as a shard: the shard reader would only report what the file lacks.
     refuse_pointer(found.ranks[0].model)
     run = _checked_run(repo, found.run_name if options.run is None else options.run)
     checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=options.allowed_globals)
@@ -83,7 +83,7 @@ def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> Inges
 
 def _standalone(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
     if options.tag is not None:
-        raise InvalidInput(f"--tag was given, but {path} has none: DeepSpeed did not save it", hint="leave it out")
+        raise InvalidInput(f"--tag was given, but {path} has none: DeepSpeed did not save it", hint="leave --tag out")
     read = read_standalone(
         path,
         step=options.step,
@@ -103,7 +103,7 @@ def _onto(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
         "--step": options.step,
     }
     for option in (name for name, value in given.items() if value is not None):
-        raise InvalidInput(f"--onto and {option} were both given", hint="the base decides: leave that out")
+        raise InvalidInput(f"--onto and {option} were both given", hint="leave out the latter: the base decides it")
     base = resolve(repo, options.onto)
     run = _checked_run(repo, base.record.run if options.run is None else options.run)
     read = read_dcp(repo, path, base, follow=options.follow)
@@ -121,8 +121,8 @@ def _check_newest(repo: Repository, base: Resolved, step: int) -> None:
         run, base_reference = typed(base.record.run), f"{typed(base.record.run)}@{base.record.step}"
         raise Conflict(
             f"{base_reference} is not the newest save of its run, {run}@{newest} is",
-            hint=f"--onto {run}@{newest} if training went on from there; "
-            f"else --resumed-from {base_reference}, or --run NAME",
+            hint=f"use --onto {run}@{newest} if training continued from that save; "
+            f"otherwise --resumed-from {base_reference}, or --run NAME",
         )
 
 

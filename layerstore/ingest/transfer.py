@@ -57,8 +57,8 @@ def transfer(
     Stage the layers *due* of *checkpoint*, with or without their *moments*, and everything that is not a layer.
 
     Layers in *compact* are kept in fewer bytes.
-    All processes that share the work in *repo* stage layers; this one also stages the rest. *known_before* says that
-    the store is likely to have all of it.
+    All processes that share the work in *repo* stage layers; this one also stages the rest. With *known_before*, the
+    store is likely to have all of the content already.
 
     Raises:
         SourceCheckpoint: A byte of the source has changed since it was written, or a file changed while it was read.
@@ -67,13 +67,13 @@ def transfer(
     with _reading(source, writer, progress, _workers(codes=bool(compact.older))) as readers:
         content = _Transfer(repo, checkpoint, source, readers, writer, due, moments, compact).run(progress)
         readers.checksums.check(checkpoint.checks, readers.reader)
-    # Last, so that a file that changed while it was read is noticed.
+    # Check this last, to notice a file that changed while it was read.
     check_unchanged(checkpoint.found)
     return content
 
 
 _BATCHES = 32
-"""For each thread: enough that none is idle for long at the end."""
+"""Batches for each thread: enough that no thread is idle for long at the end."""
 
 Planned = tuple[ObjectSource, Compact | None]
 """An object to stage, and how it is coded; None if it is kept as it is."""
@@ -119,7 +119,7 @@ def _reading(source: _Source, writer: ObjectWriter, progress: Progress, workers:
     with (
         closing(SourceReader()) as reader,
         closing(SourceReader()) as gathered,
-        # Last, so that it ends first: its threads read through both readers.
+        # The pool comes last, so that it ends first: its threads read through both readers.
         Threads(workers) as pool,
     ):
         checksums = Checksums()
@@ -135,7 +135,7 @@ def _reading(source: _Source, writer: ObjectWriter, progress: Progress, workers:
 
 
 def _workers(*, codes: bool) -> int:
-    """Return how many threads stage objects; copies wait for the disk, codes for processors and the interpreter."""
+    """Return how many threads stage objects; copying waits for the disk, coding for processors and interpreter."""
     return min(WORKERS_MAX, max(2, len(os.sched_getaffinity(0)))) if codes else WORKERS_MAX
 
 
@@ -227,15 +227,15 @@ class _Transfer:
         )
 
     def _doubts(self, layers: Sequence[LayerSource]) -> Iterator[str]:
-        """Note if all weights in the model's file differ from their masters; raise if it belongs to another save."""
+        """Note if all weights in the model's file differ from their masters; raise if the file is from another save."""
         names = {parameter.name for layer in layers for parameter in layer.parameters}
         whole = [tensor for tensor in self.checkpoint.whole if tensor.supplier in names]
         if not whole or any(map(self.readers.check.is_derived, whole)):
             return
-        differ = f"{whole[0].file}: none of its weights is its rounded master"
+        differ = f"{whole[0].file}: none of its weights equals its rounded master"
         if self.checkpoint.is_doubted:
             raise LayoutMismatch(
-                f"{differ}, and engine and optimizer have different update counts: it is another save's",
+                f"{differ}, and engine and optimizer have different update counts: the file is from another save",
                 hint="put the files of one save together, or ingest another checkpoint",
             )
         yield f"{differ}; they are stored separately, and compose writes them as they are"
@@ -243,7 +243,7 @@ class _Transfer:
     def _objects(self, sources: list[Planned], progress: Progress) -> list[StoredObject]:
         """Stage *sources*, split among the processes."""
         sizes = [source.size_bytes for source, _ in sources]
-        # Neighbours stay together, and answers come in the order of the parts: what is stored is matched by position.
+        # Neighbours stay together, and answers come in the order of the parts: callers match objects by position.
         mine, *theirs = (sources[share.start : share.stop] for share in cut(sizes, count=self.repo.shares.count))
         progress.start("ingest", sum(sizes[: len(mine)]))
         parts = [(self._known_of(part), part, self.writer.reads_reused) for part in theirs]
@@ -287,7 +287,7 @@ class _Transfer:
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
         stored = None
-        # Derived tensors have it too: compose checks what it has rounded against it.
+        # Derived tensors have a checksum too: compose checks its rounded tensors against it.
         checksum, _ = crc32_of(self.readers.gathered, tensor.file, tensor.offset_bytes, tensor.size_bytes)
         if in_layer or self.readers.check.is_derived(tensor):
             is_parameter = tensor.supplier in self.source.gathered.parameters

@@ -79,9 +79,9 @@ class SaveGroup:
     files: FileTotals
     """What each of these saves writes."""
     blobs: int = 0
-    """Version blobs that name them."""
+    """The number of version blobs that refer to the files."""
     due: Sequence[int] = ()
-    """Their positions in a cycle, from 0. The run's first save, which is exact and full, is before the first cycle."""
+    """The saves' positions in a cycle, from 0. The run's first save, exact and full, is before the first cycle."""
     cycle: int = 1
     is_in_first: bool = True
 
@@ -136,9 +136,9 @@ class Stored:
     """The amount of storage used."""
 
     byte_seconds: float
-    """Over the run."""
+    """Summed over the run."""
     end_bytes: int
-    """When it ends."""
+    """The bytes in use when the run ends."""
     end_files: int
 
 
@@ -148,7 +148,7 @@ def stored(groups: Sequence[SaveGroup], times: Timetable, *, lingers_seconds: fl
     for group in groups:
         begins = list(group.saves(times.saves))
         for begin, end in zip(begins, [*begins, times.saves][1:], strict=True):
-            # The rule counts saves from 1, so saves *begin* + 1 to *end* have this version. Is one a multiple?
+            # The rule counts saves from 1, so *begin* + 1 to *end* have this version: it stays if one is a multiple.
             stays = not times.has_rules or bool(times.keeper and end // times.keeper > begin // times.keeper)
             # The last save with this version is *end* - 1; *last* saves later, it is no longer among the newest.
             goes_seconds = (end + times.last) * times.interval_seconds + lingers_seconds
@@ -172,7 +172,7 @@ def fields_of(use: Stored, prices: Prices | None, *, held_gpu_seconds: float) ->
 
 
 def stored_by_files(files: FileTotals, times: Timetable) -> Stored:
-    """Return the storage used by full checkpoints of *files*, assuming that old ones are removed at once."""
+    """Return the storage used by full checkpoints of *files*, assuming that old checkpoints are removed at once."""
     return stored([SaveGroup(files=files, due=(0,))], times, lingers_seconds=0.0)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LayerStatus: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
-"""``re-sliced``: cut for another world size or stage, so ids say nothing about equality."""
+"""``re-sliced``: cut for a different world size or stage, so ids cannot show whether anything changed."""
 
 StateStatus: TypeAlias = Literal["identical", "changed", "only in a", "only in b", "not comparable"]
 """``identical``: bit for bit. ``not comparable``: shapes differ, or the values are not numbers."""
@@ -48,14 +48,14 @@ class DiffSide:
     commit: str
     pin: str | None
     reference: str
-    """The reference that names this commit."""
+    """A reference to this commit."""
     world_size: int
     stage: int
     """The ZeRO stage."""
 
     @property
     def name(self) -> str:
-        """The pin that the user named, or else the reference."""
+        """The pin that the user gave, otherwise the reference."""
         return self.pin or self.reference
 
 
@@ -90,12 +90,12 @@ class LayerDiff:
 
     @property
     def bytes_a(self) -> int:
-        """Its size in A."""
+        """The layer's size in A."""
         return sum(kind.bytes_a for kind in self.kinds.values())
 
     @property
     def bytes_b(self) -> int:
-        """Its size in B."""
+        """The layer's size in B."""
         return sum(kind.bytes_b for kind in self.kinds.values())
 
     @property
@@ -125,7 +125,7 @@ class Diff:
         return f"<Diff {self.a.name} -> {self.b.name}: layers {layers}; {sizes}{self._movement()}>"
 
     def _movement(self) -> str:
-        """Return in words which layer moved most; empty if that was not measured."""
+        """Describe which layer moved most; empty if movement was not measured."""
         moved = [(layer.distance.relative_l2, layer.layer) for layer in self.layers if layer.distance is not None]
         return f"; moved most: {max(moved)[1]} by {max(moved)[0]:.2g} of its norm" if moved else ""
 
@@ -176,7 +176,7 @@ class StateDiff:
     relative_l2: float | None = None
     """L2 norm of the difference, divided by A's L2 norm; None if there is nothing to compare."""
     cosine: float | None = None
-    """Cosine of the angle between the two; None likewise."""
+    """Cosine of the angle between the two; None if there is nothing to compare."""
     nonfinite_a: int | None = None
     """NaNs and infinities in A; None if they were not read."""
     nonfinite_b: int | None = None
@@ -199,7 +199,7 @@ class ParameterDiff:
 
     @property
     def elements(self) -> int:
-        """How many elements it has; in A, if A has it."""
+        """The number of elements; in A, if A has the parameter, otherwise in B."""
         shape = self.shape_b if self.shape_a is None else self.shape_a
         return prod(shape or ())
 
@@ -273,7 +273,7 @@ def compare_layer(
     Compare *layer* in *a* and *b*, parameter by parameter; no tensor is read if both have the same version.
 
     Raises:
-        NotFound: Neither has such a layer.
+        NotFound: Neither side has such a layer.
         InvalidInput: The parameters have no column *sort*.
         IntegrityError: A version or an object to measure is damaged or missing.
         LayoutMismatch: A version lists slices that its shapes do not have.
@@ -347,7 +347,7 @@ def _kind(a: list[StoredObject], b: list[StoredObject], *, is_cut_alike: bool) -
         status = "only in a"
     elif not a:
         status = "only in b"
-    # If cut differently, the same numbers are in other objects, so ids cannot say whether anything changed.
+    # If cut differently, the same numbers are in other objects, so ids cannot show whether anything changed.
     elif not is_cut_alike or {stored.shards for stored in a} != {stored.shards for stored in b}:
         status = "re-sliced"
     return KindDiff(
@@ -466,7 +466,7 @@ def _column(state: str) -> tuple[bool, str]:
 
 
 def _sorted(parameters: tuple[ParameterDiff, ...], column: str) -> tuple[ParameterDiff, ...]:
-    """Return *parameters* by *column*, largest first: NaN before all, no number last; for ``name``, as they are."""
+    """Return *parameters* by *column*, largest first: NaN before all, missing numbers last; ``name`` sorts nothing."""
 
     def rank(parameter: ParameterDiff) -> float:
         state = parameter.states.get(column)
@@ -477,7 +477,7 @@ def _sorted(parameters: tuple[ParameterDiff, ...], column: str) -> tuple[Paramet
 
 
 def _unread(elements: int) -> StateDiff:
-    """Return the result for numbers that both sides have in the same object, so need not be read."""
+    """Return the result for numbers that need not be read, since both sides have the same object."""
     return StateDiff(status="identical", elements=elements, relative_l2=0.0, cosine=1.0)
 
 

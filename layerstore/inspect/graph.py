@@ -61,7 +61,7 @@ def _branches(view: RunView) -> Iterator[_Branch]:
         joins = None
         for row in view.history(attempt):
             if row.id not in taken:
-                rows.append(row)  # including anything saved below its own fork
+                rows.append(row)  # including saves below the attempt's own fork
             elif joins is None:
                 joins = row.id
         taken.update(row.id for row in rows)

@@ -1,5 +1,5 @@
 """
-How a run grows in the store from save to save, as it was saved and as it would have been under another policy.
+How a run grows in the store from save to save, both as it was saved and as it would have grown under another policy.
 
 Sizes are those that versions and records list; records themselves are not counted.
 """
@@ -22,8 +22,8 @@ AMOUNTS = ("logical_bytes", "unique_bytes", "inherited_bytes", "derived_bytes", 
 The amounts that are counted for a commit.
 
 In order: its size if it were stored whole; the part that no earlier commit of the run has; the part in inherited
-layers; the gathered weights that are not stored because they are the rounded masters; and the bytes that its writer put
-into the store, as noted at the time.
+layers; the gathered weights that are not stored because they equal the rounded masters; and the bytes that the commit's
+writer put into the store, as recorded at the time.
 """
 
 PartNumbers: TypeAlias = "array[int]"
@@ -42,7 +42,7 @@ class Objects:
         self._sizes = array("Q")
 
     def parts(self, refs: Iterable[BlobRef]) -> PartNumbers:
-        """Return the numbers of *refs*; new objects get new ones."""
+        """Return the numbers of *refs*; new objects get new numbers."""
         numbers = array("I")
         for ref in refs:
             number = self._numbers.setdefault(_key(ref), len(self._sizes))
@@ -91,7 +91,7 @@ class Growth:
         self.versions_overlap = False
         """Whether two different versions have an object in common."""
         self.left_out: list[str] = []
-        """What could not be read, and so is in no figure."""
+        """What could not be read, and so is not counted."""
 
     def add(self, commit: Commit, *what_ifs: "WhatIf") -> list[int]:
         """Return the `AMOUNTS` of *commit*, given the commits that were added before; add it to *what_ifs*."""
@@ -134,7 +134,7 @@ class Growth:
             version = self._repo.version(entry.version)
         except LayerstoreError as exc:
             self.left_out.append(str(exc))
-            # Noted as empty, so that it is reported once, not at each save that inherits it.
+            # Counted as empty, so that the damage is reported once, not at each save that inherits the version.
             self._versions[key] = _Version()
             return 0
         trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
@@ -156,7 +156,7 @@ class Growth:
 
 
 class _HeldVersion(NamedTuple):
-    """A version that a policy would have stored of a layer."""
+    """A version of a layer that a policy would have stored."""
 
     since: int
     """The step that stored it."""
@@ -172,7 +172,7 @@ class _Past:
     steps: list[int] = field(default_factory=list)
     """The step of each save so far."""
     held: dict[str, list[_HeldVersion]] = field(default_factory=dict)
-    """The versions that the policy would have stored of each layer; only those unlike the previous version."""
+    """The versions that the policy would have stored of each layer; only those whose kind differs from the previous."""
 
     def up_to(self, step: int) -> "_Past":
         """Return the past as it was after *step*."""
@@ -182,7 +182,7 @@ class _Past:
         )
 
     def can_inherit(self, layer: str, kind: tuple[bool, int]) -> bool:
-        """Whether a save can inherit *layer*, which is of *kind* at it, by the rule of `ingest`."""
+        """Whether, by the rule of `ingest`, a save at which *layer* has the given *kind* can inherit it."""
         if not self.held.get(layer):
             return False
         held, (is_counted, shape) = self.held[layer][-1], kind
@@ -197,10 +197,10 @@ class _Past:
 
 class WhatIf:
     """
-    Counts what a run would have stored had *policy* made each of its saves, from the first on.
+    Counts what a run would have stored if *policy* had made each of its saves from the first.
 
-    This is exact for the layers that a save wrote, since their versions are known. If a layer would have been due where
-    it was not saved, its version is unknown, so it is counted as new, with the size of the inherited version.
+    This is exact for the layers that a save wrote, since their versions are known. If a layer would have been due at a
+    save that did not write it, its version is unknown: it is counted as new, with the size of the inherited version.
     """
 
     def __init__(self, policy: Policy) -> None:

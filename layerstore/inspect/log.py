@@ -30,18 +30,18 @@ class LogEntry:
     """Layers that were saved at this step; the commit inherits the others."""
     layers: int = 0
     bytes_new: int = 0
-    """Bytes that its writer put into the store."""
+    """Bytes that the commit's writer put into the store."""
     precision: str = "exact"
-    """The precision of its layers: ``exact``, its save's, or ``mixed`` if all compact layers are inherited."""
+    """The precision of its layers: ``exact``, the save's own, or ``mixed`` if all compact layers are inherited."""
     pins: tuple[str, ...] = ()
     pushed: tuple[str, ...] = ()
-    """URLs of the remotes that had it as of the last push or pull."""
+    """URLs of the remotes that had the commit as of the last push or pull."""
     has_moments: bool = True
     """Whether training can resume from it: gc may have dropped its moments."""
     metrics: Mapping[str, float] | None = field(default_factory=dict)
-    """What training measured at its step; None if that is damaged, empty if not requested."""
+    """The metrics that training measured at this step; None if they are damaged, empty if not requested."""
     damage: str | None = None
-    """Why its record cannot be read, None if it can; if not, only run, step and commit are set."""
+    """Why the record cannot be read (then only run, step and commit are set); None if it can."""
 
     def __repr__(self) -> str:
         head = f"<LogEntry {self.run}@{self.step} {short_id(self.commit)}"
@@ -69,7 +69,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class More:
-    """What a page leaves out of one run."""
+    """The commits of one run that a page leaves out."""
 
     run: str
     commits: int
@@ -103,7 +103,7 @@ def read_log(
     """
     Return the visible commits of *run*, or of every run, newest step first within each attempt.
 
-    *limit* is per run. *before* is a commit's id or a prefix of one: the page starts after it, in its run. With
+    *limit* is per run. *before* is a commit's id or its prefix: the page starts after that commit, in its run. With
     *graph*, each attempt is drawn next to the attempt that it forked from, the newest attempt's history first. With
     *metrics*, entries include metrics.
 
@@ -129,7 +129,7 @@ def read_log(
             after = next(line.row.id for line in reversed(page) if line.row is not None)
             more.append(More(run=view.run, commits=left, after=after))
         if start is None:
-            # Only on the first page, since their place among the others is not known.
+            # Only on the first page, since the position of damaged commits among the others is unknown.
             damaged = (_damaged_entry(name, problem) for name, problem in view.damaged.items())
             lines += [LogLine(drawing="", entry=entry) for entry in damaged]
     return LogPage(lines=tuple(lines), more=tuple(more))
@@ -140,7 +140,7 @@ def _commit_named(views: list[RunView], before: str) -> RecordRow:
     if len(rows) == 1:
         return rows[0]
     if not rows:
-        raise NotFound(f"there is no commit {before!r} to continue after", hint="name one as `layerstore log` shows it")
+        raise NotFound(f"there is no commit {before!r} to continue after", hint="give an id from `layerstore log`")
     raise ambiguous_id(before, (row.id for row in rows))
 
 
@@ -200,7 +200,7 @@ def log_entry(commit: Commit, pins: Iterable[str], pushed: Iterable[str] = ()) -
 
 
 def log_fields(entry: LogEntry) -> dict[str, object]:
-    """Return the fields of *entry* in tables: as in ``--json``, and its metrics or why it cannot be read."""
+    """Return the fields of *entry* for tables: those of ``--json`` and its metrics, or the damage if unreadable."""
     if entry.damage is not None:
         return {"run": entry.run, "step": entry.step, "commit": entry.commit, "damage": entry.damage}
     return json_fields(entry) | ({"metrics": dict(entry.metrics)} if entry.metrics else {})

@@ -1,7 +1,7 @@
 """
 Measure how far apart two versions of a layer are, in memory that does not grow with the model.
 
-They are compared by position in the whole parameter, so any two world sizes can be compared.
+Numbers are compared by position in the whole parameter, so any two world sizes can be compared.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ class Tally:
     """Whether every bit so far is equal."""
 
     def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str) -> None:
-        """Add the next numbers of both."""
+        """Add the next numbers of both sides."""
         self.meter.add(a, b, dtype_a=dtype_a, dtype_b=dtype_b)
         # Equal numbers may differ in bits, such as 0 and -0, and NaNs with equal bits do not compare equal.
         self.is_identical = self.is_identical and dtype_a == dtype_b and equal_bytes(a, b)
@@ -45,7 +45,7 @@ class _Stretch:
     """Elements that are contiguous in one slice of each side."""
 
     tally: Tally
-    """The tally that they are added to."""
+    """The tally that the elements are added to."""
     a: StoredSlice
     b: StoredSlice
     start_a: int
@@ -54,7 +54,7 @@ class _Stretch:
 
 
 class _Side:
-    """A version, and where its numbers are."""
+    """A version, and the locations of its numbers."""
 
     def __init__(self, version: LayerVersion) -> None:
         self.slices = Slices([version])
@@ -65,10 +65,10 @@ def distance_between(
     repo: Repository, a: LayerVersion, b: LayerVersion, verified: set[BlobRef], progress: Progress
 ) -> Distance | None:
     """
-    Return how far *b*'s masters are from *a*'s; None if neither has any.
+    Return how far *b*'s masters are from *a*'s; None if there is nothing to compare.
 
     A frozen parameter has no master, so its weights are compared. Objects are verified once, before they are measured;
-    *verified* collects those that were verified.
+    *verified* collects them.
     """
     ours, theirs, tally = _Side(a), _Side(b), Tally()
     stretches: list[_Stretch] = []
@@ -107,7 +107,7 @@ def tallies_between(
 
 
 def places_in(version: LayerVersion) -> Mapping[str, Mapping[str, Place]]:
-    """Return where the numbers of each parameter are; ``master`` means its weights if it has no master."""
+    """Return the locations of each parameter's numbers; ``master`` stands for its weights if it has no master."""
     places_by_name: dict[str, dict[str, Place]] = {parameter.name: {} for parameter in version.parameters}
     for stored in version.objects:
         for tensor in stored.tensors:
@@ -137,13 +137,13 @@ def _verify(repo: Repository, stretches: list[_Stretch], verified: set[BlobRef],
 
 
 def _stretches(name: str, state: str, a: _Side, b: _Side, tally: Tally) -> list[_Stretch] | None:
-    """Return where these numbers of a parameter are on both sides; None if they cannot be compared."""
+    """Return the stretches of a parameter's *state* on both sides; None if they cannot be compared."""
     ours, theirs = a.slices.parameters.get(name), b.slices.parameters.get(name)
-    # Numbers are compared by position, which means nothing between two shapes.
+    # Numbers are compared by position, which is meaningless if the shapes differ.
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return None
     if state not in a.places[name] or state not in b.places[name]:
-        # A parameter without elements is in no object, and equal to itself.
+        # A parameter without elements is in no object, so it is equal on both sides.
         return None if prod(ours.shape) else []
     stretches = list(_unsplit(ours, state, a, b, tally))
     return (

@@ -25,7 +25,7 @@ from layerstore.zero3 import discover, holds_zero, read_checkpoint, read_pointer
 
 CONFIG = "config.json"
 MADE_UP_VOCABULARY = 128_000
-"""For a model of which only the size is known; about as many as today's tokenizers have."""
+"""The vocabulary of a model if only its size is known; about as large as that of today's tokenizers."""
 
 INSTEAD = "--params 8B --layers 32 needs no config"
 
@@ -47,9 +47,9 @@ class Model:
     source: ModelSource
     """Where the facts come from; ``params`` if it is made up."""
     layers: Mapping[str, Mapping[str, int]]
-    """The elements of each parameter, by layer, in the model's order; tied ones once, under their first name."""
+    """The elements of each parameter, by layer, in the model's order; tied parameters once, by their first name."""
     architecture: str | None = None
-    """Transformers' name for it (``model_type``); None if no config states it."""
+    """Transformers' name for the architecture (``model_type``); None if no config states it."""
     frozen: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     states: tuple[str, ...] = ADAM
@@ -57,7 +57,7 @@ class Model:
     world_size: int | None = None
     """The number of ranks that saved it; None if it was never saved."""
     dtype: str | None = None
-    """Code of the element type that most of it is trained in; None if it was never saved."""
+    """Code of the element type of most elements; None if the model was never saved."""
     precision: str | None = None
     """The precision of the commit; None if the model is not from a commit."""
 
@@ -68,7 +68,7 @@ class Model:
 
 
 def model_of_shapes(name: str, shapes: Shapes, *, architecture: str | None = None) -> Model:
-    """Return the model whose parameters have *shapes*; their names say which layer they belong to."""
+    """Return the model whose parameters have *shapes*; their names determine their layers."""
     elements = {parameter: prod(shape) for parameter, shape in shapes}
     layers = {
         layer: {parameter: elements[parameter] for parameter in parameters}
@@ -79,7 +79,7 @@ def model_of_shapes(name: str, shapes: Shapes, *, architecture: str | None = Non
 
 def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shapes]) -> Model:
     """
-    Return the model of *path*: a ``config.json``, a folder with ZeRO shards, or one with a config and no shards.
+    Return the model of *path*: a ``config.json``, a folder with ZeRO shards, or a folder with a config but no shards.
 
     *ask_transformers* returns the parameters of the model that a config describes.
 
@@ -139,7 +139,7 @@ def _model_of_checkpoint(folder: Path) -> Model:
 
 def model_of_commit(repo: Repository, reference: str) -> Model:
     """
-    Return the model of the commit or pin that *reference* means.
+    Return the model of the commit or pin that *reference* refers to.
 
     Raises:
         NotFound: There is no such run, step or pin.
@@ -197,7 +197,7 @@ def made_up(parameters: int, blocks: int) -> Model:
     Its width is that of a Transformer of this size and depth: a block has 12 * width**2 parameters.
 
     Raises:
-        InvalidInput: There are too many blocks, or too few parameters for them.
+        InvalidInput: There are too many blocks, or too few parameters for the blocks.
     """
     if not 0 < blocks <= MODEL_BLOCKS_MAX:
         raise InvalidInput(f"no model has {blocks:,} blocks", hint=f"--layers is from 1 to {MODEL_BLOCKS_MAX:,}")
@@ -210,7 +210,7 @@ def made_up(parameters: int, blocks: int) -> Model:
             f"{parameters:,} parameters are too few for {blocks} blocks, an embedding and a head",
             hint="--params and --layers describe the whole model: 8B and 32",
         )
-    # The remainder of the division goes here, so that the sizes add up to *parameters*.
+    # The embedding gets the remainder of the division, so that the sizes add up to *parameters*.
     sizes = {"model.embed_tokens": vocabulary * width + rest}
     sizes |= {f"model.layers.{index}": block for index in range(blocks)}
     sizes |= {"model.norm": width, "lm_head": vocabulary * width}

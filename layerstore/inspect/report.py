@@ -1,8 +1,8 @@
 """
 The facts of a report, as ``--json`` prints them and as the page draws them.
 
-The same as `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run` give. For a long history, only some saves are
-shown; totals count all of them. Saves are stored by column: each field is a list with one value per shown save,
+`log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run` give the same facts. For a long history, only some saves
+are shown; totals count all of them. Saves are stored by column: each field is a list with one value per shown save,
 which takes a third of the bytes.
 """
 
@@ -33,21 +33,21 @@ from layerstore.progress import Progress
 from layerstore.publish import SaveTiming, read_timings
 from layerstore.storage import RecordRow, Repository, RunView
 
-# The bytes of facts that fit into a page of 1 MB next to its own text, and the approximate share of a save and of each
-# of its layers.
+# The bytes of facts that fit into a page of 1 MB besides its own text, the approximate bytes of a save, and those of
+# each layer in a save.
 _FACTS_BYTES = 640_000
 _SAVE_BYTES = 450
 _CELL_BYTES = 22
-# Curves get one part in this many of these bytes.
+# Curves get the bytes of facts divided by this number.
 _CURVES_SHARE = 8
 
-# Saves in a picture: more columns would be narrower than a pointer.
+# The most saves in a picture: more columns would be narrower than a pointer.
 _COLUMNS_MAX = 360
 
-# Layers in a picture: more rows would be thinner than its lines.
+# The most layers in a picture: more rows would be thinner than its lines.
 _LAYERS_MAX = 1000
 
-# Runs and problems that are listed, and pins of one save.
+# The most runs and problems that are listed, and the most pins of one save.
 _RUNS_MAX = 200
 _PROBLEMS_MAX = 50
 _PINS_MAX = 4
@@ -70,7 +70,7 @@ def make_report(
 
     With *out*, also return them as a page, and write it to that file, replacing an older report; with *version*, the
     page reloads once its server has another version. If the page would be too large, fewer saves are shown. Damaged
-    parts are left out and named.
+    parts are left out and listed.
 
     Raises:
         AlreadyExists: *out* exists and is not a report.
@@ -110,10 +110,10 @@ def make_report(
                 write_file(repo, target, page)
             return facts, page
         if all(len(run_facts["saves"]["step"]) < 2 for run_facts in runs):
-            about = "layerstore report --run RUN makes one about a single run; " if run is None else ""
+            about = "layerstore report --run RUN makes a page about one run; " if run is None else ""
             raise Unsupported(
                 f"a page about {run or 'the whole store'} has more than {PAGE_BYTES_MAX:,} bytes",
-                hint=f"{about}--json has no bound",
+                hint=f"{about}--json has no size limit",
             )
         # The bytes of a save are only estimated, so shrink until the page fits.
         facts_bytes = min(facts_bytes, len(page)) // 2
@@ -263,9 +263,9 @@ def _composites(
     precisions: Mapping[tuple[int, int], str],
 ) -> dict[str, object]:
     """
-    Return where each layer of a composite at each save comes from, by policy, as indexes into the origins.
+    Return, by policy, the origin of each layer of a composite at each save, as an index into the origins.
 
-    A save that kept only some of its layers bit for bit counts as two origins. *precisions* is empty if all are exact.
+    A save that kept only some layers bit for bit counts as two origins. *precisions* is empty if all saves are exact.
     """
     indexes: dict[tuple[Origin, bool], int] = {}
 
@@ -285,7 +285,7 @@ def _composites(
                 mixed if entries is None else mixture_fields(commit.record, entries)
                 for commit, entries, mixed in zip(shown, entries_of_saves, mixtures["latest"], strict=True)
             ]
-    # Numbers and times of other runs' saves are not at hand here.
+    # Save numbers and times are known only for saves of this run.
     own = [origin if origin.run == view.run else None for origin, _ in indexes]
     origins: dict[str, object] = {
         "run": [origin.run for origin, _ in indexes],
@@ -303,7 +303,7 @@ def _composites(
 
 
 def _layers_by(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> list[LayerEntry] | None:
-    """Return the layers of a composite by *policy*: None if they are the commit's own, empty if there is none."""
+    """Return the layers of a composite by *policy*: None if they are the commit's own, empty if it cannot be made."""
     try:
         entries = compose_by_policy(repo, Resolved.of_commit(commit), policy, view=view).layers
     except LayerstoreError:
@@ -318,7 +318,7 @@ def _versions(commit: Commit, layers: Iterable[str]) -> str:
 
 
 def _layer_bytes(growth: Growth, shown: Iterable[Commit], layers: Iterable[str]) -> list[list[int | None] | None]:
-    """Return the size of each layer's version, as `ls` shows it, for each save; None if as at the previous save."""
+    """Return the size of each layer's version, as `ls` shows it, for each save; None if equal to the previous."""
     sizes_by_save: list[list[int | None] | None] = []
     before: list[int | None] | None = None
     for commit in shown:
@@ -341,7 +341,7 @@ def _what_if(what_if: WhatIf, columns: Sequence[int]) -> dict[str, object]:
 
 
 def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | None:
-    """Return how far each layer had moved since its last version, if the save decided by that and recorded it."""
+    """Return how far each layer had moved since its last version; None if the save did not record that."""
     decisions = commit.record.policy.decisions
     movements = decisions.get("weighted_movements") or decisions.get("movements")
     if not isinstance(movements, dict) or not movements:
@@ -397,7 +397,7 @@ def _four_digits(value: float) -> float:
 def _retention(
     repo: Repository, run: str | None, keep: Keep | None, *, progress: Progress
 ) -> tuple[dict[str, object] | None, dict[str, CommitFate]]:
-    """Return what gc would do under these rules, or why it would refuse, and the fate of each commit."""
+    """Return what gc would do under the rules of *keep*, or why it would refuse, and the fate of each commit."""
     if keep is None or not (keep.has_rules or keep.drop_optimizer_older_than is not None):
         return None, {}
     rules: dict[str, object] = {"rules": _rules(keep), "refusal": None}
@@ -467,9 +467,9 @@ def _chosen(rows: Sequence[RecordRow], pins: Mapping[str, list[str]], room: int)
 
 def chosen_columns(count: int, *, room: int, wanted: Collection[int] = ()) -> list[int]:
     """
-    Choose which of *count* places to show if only *room* of them fit; return them in order.
+    Choose which of *count* positions to show if only *room* of them fit; return them in order.
 
-    The last one has priority, then the first, then the *wanted* ones up to half of the room, then others, evenly
+    The last position has priority, then the first, then *wanted* ones up to half of the room, then others, evenly
     spaced.
 
     >>> chosen_columns(5, room=9), chosen_columns(100, room=5)
@@ -487,7 +487,7 @@ def chosen_columns(count: int, *, room: int, wanted: Collection[int] = ()) -> li
 
 
 def _evenly(count: int, room: int) -> list[int]:
-    """Return *room* of *count* places, evenly spaced."""
+    """Return *room* of *count* positions, evenly spaced."""
     if count <= room:
         return list(range(count))
     return [(2 * step + 1) * count // (2 * room) for step in range(room)]

@@ -1,7 +1,7 @@
 """
 Two parts of a report.
 
-First, the pins: what each one names and, unless a save shown has the same layers, where each layer comes from. Second,
+First, the pins: what each pin holds and, unless a shown save has the same layers, the origin of each layer. Second,
 what training measured at each save, and what a Trainer logged in between.
 """
 
@@ -18,18 +18,18 @@ from layerstore.json_fields import short_time
 from layerstore.model import Commit, CommitRecord, LayerEntry, Origin, Pin
 from layerstore.storage import Repository, RunView
 
-# Pins that are listed, and the bytes for the layers of pins that no save shown covers.
+# The most pins that are listed, and the most bytes for layers of pins that no shown save covers.
 _PINS_MAX = 200
 _LAYERS_BYTES = 80_000
 
 # Digits of a version's id: enough to tell two versions of a layer apart.
 VERSION_DIGITS = 8
 
-# Metrics of a run, and letters of a metric's name.
+# The most metrics of a run, and the most letters of a metric's name.
 _METRICS_MAX = 6
 _NAME_MAX = 80
 
-# Points of a curve: more would be narrower than a pixel.
+# The most points of a curve: more would be narrower than a pixel.
 _POINTS_MAX = 400
 _POINT_BYTES = 20
 
@@ -43,7 +43,7 @@ def pins_of(
     """
     Return the facts about the pins of the store, or of *run*; add to *problems* what cannot be read.
 
-    *runs* are the facts about the runs. They are not repeated: a pin of a save that they show has no layers here.
+    *runs* are the facts about the runs, which are not repeated: a pin of a save shown there is listed without layers.
     """
     layers = {run_facts["run"]: run_facts["layers"] for run_facts in runs}
     commits = {commit for run_facts in runs for commit in run_facts["saves"]["commit"]}
@@ -61,7 +61,7 @@ def pins_of(
 
 
 def mixture_fields(base: CommitRecord, layers: Sequence[LayerEntry]) -> list[int] | None:
-    """Return how many *layers* are from other saves, out of how many, and if all those are older; None if unmixed."""
+    """Return how many *layers* are from other saves, how many in all, and if the former are older; None if unmixed."""
     others = others_in(base, layers) if layers else None
     return None if others is None else [others[0], len(layers), others[1]]
 
@@ -86,7 +86,7 @@ def _pin(repo: Repository, pin: Pin, reference: str) -> dict[str, Any]:
 
 
 def _taken(repo: Repository, pin: Pin, layers: list[str], problems: list[str]) -> dict[str, Any]:
-    """Return the layers of *pin*, None if equal to *layers*, and where each comes from."""
+    """Return the layers of *pin*, None if equal to *layers*, and the origin of each."""
     entries = pin.record.layers
     names = [entry.layer for entry in entries]
     indexes: dict[Origin, int] = {}

@@ -1,8 +1,8 @@
 """
 Runs: one line for each run, with its newest save.
 
-No tensor is read, and of the records only the newest save's. So *healthy* means that everything this save names is
-there in full size, and that no save has failed since; `verify` reads the bytes.
+No tensor is read, and the only record that is read is the newest save's. So *healthy* means that everything that this
+save refers to exists in full size, and that no save has failed since; `verify` reads the bytes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -48,7 +48,7 @@ class RunLine:
     """The step of the newest save of the newest attempt; None if no record can be read."""
     commit: str | None = None
     time_ns: int | None = None
-    """When it was committed. This and the other facts from its record are None if it cannot be read."""
+    """When it was committed. This and the other facts from its record are None if the record cannot be read."""
     size_bytes: int | None = None
     """The size of all its layers, including inherited ones."""
     precision: str | None = None
@@ -58,9 +58,9 @@ class RunLine:
     pushed: tuple[PushedTo, ...] = ()
     """One for each known remote."""
     metrics: Mapping[str, float] | None = None
-    """What training measured at its step."""
+    """The metrics that training measured at its step."""
     problems: tuple[str, ...] = ()
-    """What is wrong with it, as far as can be seen without reading tensors."""
+    """The problems of the run that can be seen without reading tensors."""
 
     def __repr__(self) -> str:
         newest = "no readable save" if self.step is None else f"newest step {self.step}"
@@ -70,7 +70,7 @@ class RunLine:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the newest save is whole, and none has failed since."""
+        """Whether the newest save is whole, and no save has failed since."""
         return not self.problems
 
     @property
@@ -157,7 +157,7 @@ def _layers(repo: Repository, commit: Commit, pool: Threads) -> tuple[int, list[
 
 
 def _failures_since(repo: Repository, newest: RecordRow) -> Iterator[str]:
-    """Yield a problem if saves after *newest* failed, as far as the savers noted that."""
+    """Yield a problem if saves after *newest* failed, as far as the savers recorded failures."""
     timings = read_timings(repo, newest.run)
     failed = [place for place in sorted(timings) if timings[place].failure and place > (newest.attempt, newest.step)]
     if failed:

@@ -26,7 +26,7 @@ _NAMES_MAX = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What coding lost of the masters, or of a state of the optimizer."""
+    """The error that coding made in the masters, or in an optimizer state."""
 
     state: str
     """``master``, or the state's name."""
@@ -57,7 +57,7 @@ class LayerLine:
     run: str
     attempt: int
     step: int
-    """Where this version was saved."""
+    """The step at which this version was saved."""
     version: str
     parameters: int
     """The number of elements in all its parameters."""
@@ -66,9 +66,9 @@ class LayerLine:
     is_exact: bool
     """Whether it is kept bit for bit."""
     refers_to: str | None
-    """The save that its masters are differences to, or the object if no save of its history has it; None if exact."""
+    """The exact save that its differences refer to, or an object if no save fits; None if it stores no differences."""
     losses: tuple[Loss, ...]
-    """What coding lost of its masters, and of each state of the optimizer, as measured when it was saved."""
+    """The error that coding made in its masters and in each optimizer state, as measured when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +99,13 @@ class CommitView:
     policy: str
     policy_parameters: dict[str, str]
     precision: str
-    """The precision of its layers: ``exact``, its save's, or ``mixed`` if all compact layers are inherited."""
+    """The precision of its layers: ``exact``, the save's own, or ``mixed`` if all compact layers are inherited."""
     is_among_compact: bool
-    """Whether some save of its run is not exact, so that its own precision distinguishes it."""
+    """Whether some save of its run is not exact, so that this commit's precision is worth showing."""
     losses: tuple[Loss, ...]
-    """What coding lost of all its layers together."""
+    """The error that coding made in all its layers together."""
     is_mixture: bool
-    """Whether it is a pinned composite, for which the policy chose the layers but did not save them."""
+    """Whether it is a pinned composite, whose policy chose the layers but did not save them."""
     supersedes: tuple[str, ...]
     """Ids of the commits that it replaced."""
     pins: tuple[str, ...]
@@ -118,7 +118,7 @@ class CommitView:
     has_moments: bool
     """Whether training can resume from it: gc may have dropped its moments."""
     metrics: dict[str, float] | None
-    """What training measured at its step; None if that is damaged."""
+    """The metrics that training measured at its step; None if they are damaged."""
 
     def __repr__(self) -> str:
         saved = f"{self.layers_saved} of {len(self.layers)} layers saved, {size(self.size_bytes)}"
@@ -136,7 +136,7 @@ class CommitView:
 
     @property
     def is_dcp(self) -> bool:
-        """Whether ``torch.distributed.checkpoint`` saved it, and not DeepSpeed."""
+        """Whether ``torch.distributed.checkpoint``, not DeepSpeed, saved it."""
         return self.flavour == DCP
 
     @property
@@ -206,11 +206,11 @@ def unknown_layer(layer: str, names: Sequence[str], *, where: str) -> NotFound:
 
 
 def _losses(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, list[CodingLoss]]:
-    """Return what coding lost of each layer, if the save that wrote it is still there and records that."""
+    """Return the coding losses of each layer whose save still exists and records them."""
     by_layer: dict[str, list[CodingLoss]] = {}
     for origin, layers in _compact_by_origin(entries):
         name = saved_at(repo, origin)
-        with suppress(LayerstoreError):  # a record of losses that cannot be read does not affect the layers
+        with suppress(LayerstoreError):  # an unreadable record of losses does not affect the layers
             for loss in () if name is None else repo.catalog.commit(name).observed.losses:
                 if loss.layer in layers:
                     by_layer.setdefault(loss.layer, []).append(loss)
@@ -218,7 +218,7 @@ def _losses(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, list[C
 
 
 def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, str]:
-    """Return what each layer's differences refer to: the newest exact save in its history that has it, or an object."""
+    """Return, by layer, what its differences refer to: the newest exact save with those numbers, or an object."""
     references: dict[str, str] = {}
     for origin, layers in _compact_by_origin(entries):
         unnamed = {
@@ -228,7 +228,7 @@ def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, st
         }
         references |= {name: f"object {short_id(min(ids))}" for name, ids in unnamed.items()}
         view = repo.catalog.find(origin.run)
-        with suppress(LayerstoreError):  # such as a damaged record: the object's name is used instead
+        with suppress(LayerstoreError):  # if, say, a record is damaged, the object's id is used
             for row in saves_below(view, attempt=origin.attempt, step=origin.step) if view and unnamed else ():
                 exact = {name: entry for name, entry in row.entries(unnamed).items() if not entry.compact}
                 for name, entry in exact.items():

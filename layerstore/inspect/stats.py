@@ -36,7 +36,7 @@ _KINDS = (*(kind.value for kind in Kind), VERSION, STATE, RECORD)
 
 @dataclass(slots=True, kw_only=True)
 class Amount:
-    """How much of something there is."""
+    """The count and the size of one kind of object, or of one layer."""
 
     _JSON: ClassVar = "logical_bytes unique_bytes"
 
@@ -60,7 +60,7 @@ class RunStats:
 
 @dataclass(slots=True, kw_only=True)
 class Unneeded:
-    """Objects that no visible commit and no pin names."""
+    """Objects that no visible commit and no pin refers to."""
 
     objects: int
     bytes: int
@@ -86,11 +86,11 @@ class Stats:
     kinds: dict[str, Amount] = field(default_factory=lambda: {kind: Amount() for kind in _KINDS})
     layers: dict[str, Amount] = field(default_factory=dict)
     unneeded: Unneeded | None = None
-    """None for one run: other runs may need what it does not."""
+    """None for one run: other runs may need objects that this run does not."""
     missing: int = 0
     """The number of missing objects that are needed; `verify` names them."""
     left_out: list[str] = field(default_factory=list)
-    """What could not be read, and so is in no figure."""
+    """What could not be read, and so is not counted."""
 
     def __repr__(self) -> str:
         sizes = f"logical {size(self.logical_bytes)}, needed {size(self.unique_bytes)}"
@@ -143,7 +143,7 @@ class _Tally:
     record_paths: list[Path] = field(default_factory=list)
 
     def add(self, ref: BlobRef, uses: dict[int, int], *amounts: Amount) -> None:
-        """Count the object *ref* among *amounts*; *uses* says how often each run needs it."""
+        """Count the object *ref* among *amounts*; *uses* has how often each run needs the object."""
         is_new = ref.id not in self.users
         for amount in amounts:
             amount.logical_bytes += sum(uses.values()) * ref.size_bytes
@@ -156,7 +156,7 @@ class _Tally:
             if known & bit:
                 continue
             run.unique_bytes += ref.size_bytes
-            # The first run that needs an object owns it, until there is a second.
+            # The first run that needs an object owns it, until a second run needs it.
             if not known:
                 run.own_bytes += ref.size_bytes
             elif known.bit_count() == 1:
@@ -176,7 +176,7 @@ class _Tally:
 
 def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress) -> Stats:
     """
-    Count the bytes of the whole store, or those that *run* needs; damaged parts are left out and named.
+    Count the bytes of the whole store, or those that *run* needs; damaged parts are left out and listed.
 
     Reads every version blob and state blob once. Raises NotFound if there is no such run.
     """
@@ -283,7 +283,7 @@ def _look_at_disk(repo: Repository, tally: _Tally) -> None:
     present, unneeded = 0, Unneeded(objects=0, bytes=0)
 
     def take(file: tuple[Hashable, int] | None) -> int:
-        """Return what a file adds: nothing if it is gone, or was counted under another name."""
+        """Return the bytes that a file adds: 0 if it is gone, or was counted under another name."""
         if file is None or file[0] in seen:
             return 0
         seen.add(file[0])
@@ -299,7 +299,7 @@ def _look_at_disk(repo: Repository, tally: _Tally) -> None:
             stats.physical_bytes += disk_bytes
             unneeded.objects += 1
             unneeded.bytes += disk_bytes
-    # A mirror does not have the bucket's other files, and its own other files are not the bucket's.
+    # A mirror lacks the bucket's other files, and the mirror's own other files do not belong to the bucket.
     paths = tally.record_paths if stats.run or repo.remote else _all_files(repo)
     stats.physical_bytes += sum(take(repo.files.on_disk(path)) for path in paths)
     stats.missing = len(tally.users) - present

@@ -20,7 +20,7 @@ class Loading(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What does not carry over, one sentence each."""
+        """A sentence on each thing that does not carry over."""
 
     @property
     def random_state(self) -> dict[str, Any] | None:
@@ -35,7 +35,7 @@ class Loading(Protocol):
         """Updates, samples and skipped updates, as the engine counts them."""
 
     def fill(self) -> None:
-        """Load it into this rank's part of the engine or module."""
+        """Load the composite into this rank's part of the engine or module."""
 
 
 class Attachable(Protocol):
@@ -50,7 +50,7 @@ class Attachable(Protocol):
         """The attached saver, and the commit that the engine holds."""
 
     def meet(self, exchange: Exchange) -> None:
-        """Exchange which rank holds what, as far as a saver needs it. Collective."""
+        """Exchange which rank holds what, if a saver needs to know. Collective."""
 
     def settle(self) -> None:
         """Wait for all pending saves. Collective."""
@@ -74,7 +74,7 @@ def trained_and_levels(
     where: str, trained: object, optimizers: object, store: Store | StrPath | Iterable[StrPath] | None
 ) -> tuple[Attachable, Levels]:
     """
-    Return what is trained and the levels of *store*; for DeepSpeed's engine, *optimizers* may be the store instead.
+    Return *trained* as an `Attachable`, and the levels of *store*; if *store* is None, *optimizers* is the store.
 
     Raises:
         InvalidInput: *trained* cannot be saved, or *store* is not a store.
@@ -96,8 +96,8 @@ def attachable(trained: object, optimizers: object = None) -> Attachable:
     Return *trained* as a module with its *optimizers* or, without any, as DeepSpeed's engine.
 
     Raises:
-        InvalidInput: It is neither.
-        Unsupported: It keeps state where it cannot be saved.
+        InvalidInput: *trained* is neither.
+        Unsupported: *trained* keeps state where it cannot be saved.
     """
     if optimizers is not None:
         from layerstore.live.module import AttachableModule

@@ -32,25 +32,25 @@ def attach(
     **options: Unpack[SaverKeywords],
 ) -> Saver:
     """
-    Return a saver of a DeepSpeed engine under ZeRO to run *run* of *store*: ``attach(engine, store, run="sft")``.
+    Return a saver that saves a DeepSpeed ZeRO engine to run *run* of *store*: ``attach(engine, store, run="sft")``.
 
     ``attach(model, optimizer, store, run="sft")`` saves a module that FSDP2 (``fully_shard``), DDP or a single device
     trains; pass several optimizers as a list.
 
     Every rank calls it. The *options* are the fields of `SaverOptions`, such as ``policy="parity"``. If *store* is a
-    path without a store, one is made there, unless *create* is False. If it is a list, each save goes to the first
-    place, and soon after to the others, as with *push*: ``["/dev/shm/sft", "s3://checkpoints/sft"]``.
+    path without a store, a store is made, unless *create* is False. If *store* is a list, each save goes to the first
+    entry, and soon after to the others, as with *push*: ``["/dev/shm/sft", "s3://checkpoints/sft"]``.
 
     On a run that has commits, this begins a new attempt, whose first save is full. To continue a run, call
     ``layerstore.resume`` first, or load through the engine before the first save. An engine whose saver was closed
     continues from that saver's newest commit; if an error ended its ``with`` block, a new attempt begins. If another
     job is saving the attempt to be continued, the next attempt begins, and a warning names that job. An engine has one
-    saver at a time, which also gets the engine's own saves.
+    saver at a time, which also takes the engine's own saves.
 
     Raises:
         InvalidInput: *engine* is not one of DeepSpeed's, or a module's optimizer is missing; or the ranks do not see
             the same store.
-        NoStore: There is no store, and *create* is False, or only some ranks see one.
+        NoStore: There is no store and *create* is False; or only some ranks see the store.
         Conflict: *engine* already has a saver, or the ranks see different commits.
         Unsupported: An engine does not train under ZeRO, or state is kept where it cannot be saved.
     """
@@ -59,16 +59,16 @@ def attach(
 
 
 def options_for(levels: Levels, options: SaverKeywords) -> SaverOptions:
-    """Return *options*, checked, with the levels after the first as the places that saves are sent to."""
+    """Return *options*, checked; *push* is set to the levels after the first, if there are any."""
     if not levels.others:
         return SaverOptions(**options)
     if options.get("push") is not None:
-        raise InvalidInput("push= is given as well as several places", hint="add it to the list")
+        raise InvalidInput("push= is given together with a list of stores", hint="add the push target to the list")
     options["push"] = levels.others
     return SaverOptions(**options)
 
 
-show_fields(attach, SaverOptions)  # for help(), editors, and the check of arguments
+show_fields(attach, SaverOptions)  # for help(), editors, and argument checking
 
 
 def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, run: str) -> Saver:
@@ -114,36 +114,36 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
 
 
 def _warn_of_exact_saves(options: SaverOptions) -> None:
-    """Warn if *keep* will remove every exact save: the collection that removes one would only report it afterwards."""
+    """Warn if *keep* will remove every exact save: the collection itself would report this only afterwards."""
     keep, every = options.keep, options.exact_every
     if options.precision == "exact" or options.places or keep is None or keep.last is None:
         return
     if keep.every is not None or keep.within is not None or keep.best is not None:
-        return  # these may keep one
+        return  # these rules may keep an exact save
     if every is None:
         LOG.warning(
-            "Keep(last=%d) removes the first save, the only exact one: then no resume is bit for bit; pin that save "
-            "to keep it",
+            "Keep(last=%d) removes the first save, the only exact one: after that, no resume is bit for bit; pin "
+            "that save to keep it",
             keep.last,
         )
     elif keep.last < every:
         LOG.warning(
-            "Keep(last=%d) removes each exact save before the next, as only one in %d versions of a layer is exact: "
-            "then no resume is bit for bit; raise last, or pin an exact save",
+            "Keep(last=%d) removes each exact save before the next exact one, as only one in %d versions of a layer is "
+            "exact: at times no resume is bit for bit; raise last, or pin an exact save",
             keep.last,
             every,
         )
 
 
 def _release(trained: Attachable, uninstall: Callable[[], None], attempt: int | None) -> None:
-    uninstall()  # first: the engine trains on as before even if the store can no longer be read
+    uninstall()  # first, so that the engine is restored even if the store can no longer be read
     trained.binding.release(attempt)
 
 
 def _agreed(
     exchange: Exchange, levels: Levels, trained: Attachable, options: SaverOptions, *, run: str
 ) -> tuple[OpenLevels, Composition | None]:
-    """Return the store and the composition that *trained* continues; raise on all ranks if their settings differ."""
+    """Return the store and the composition that *trained* continues; raise on all ranks if settings differ."""
     opened = open_levels(exchange, levels, run)
     store, places = opened.store, options.places[opened.depth :]
     with exchange.raise_on_all():
@@ -152,16 +152,16 @@ def _agreed(
             as_store(levels.first)  # raises
         attached = trained.binding.saver
         if attached is not None:
-            raise Conflict(f"a saver for run {attached.run!r} is attached already", hint="close that one first")
+            raise Conflict(f"a saver for run {attached.run!r} is attached already", hint="close that saver first")
         check_places(store, places)
     trained.meet(exchange)
-    with exchange.raise_on_all():  # a block of its own: all ranks must enter it, as DeepSpeed's part may be collective
+    with exchange.raise_on_all():  # a separate block: all ranks must enter it, as DeepSpeed's code may be collective
         _check_saves(trained.engine, options)
     settings = exchange.texts(_same_on_all_ranks(options, run))
     for rank, other in enumerate(settings):
         if other != settings[0]:
             raise InvalidInput(f"the ranks have different settings: rank 0 has {settings[0]}; rank {rank} has {other}")
-    # Only now: a store is not made for a job whose ranks disagree, or whose engine cannot be saved.
+    # Only now, so that no store is made for a job whose ranks disagree, or whose engine cannot be saved.
     if store is None:
         opened = open_levels(exchange, levels, run, makes=True)
         store = opened.store
@@ -180,7 +180,7 @@ def _agreed(
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
-    # When the last saver ended, some ranks may have been unable to read what it had saved.
+    # When the previous saver ended, some ranks may have been unable to read the last commit.
     know_it = exchange.sums([float(resumed is not None)]) == [exchange.size]
     return opened, resumed if know_it else None
 
@@ -195,9 +195,9 @@ def _same_on_all_ranks(options: SaverOptions, run: str) -> str:
 
 
 def check_places(store: Store | None, places: Sequence[str]) -> None:
-    """Raise unless saves to *store* can be sent to *places*; a store that is yet to be made has no named remotes."""
+    """Raise unless saves to *store* can be sent to *places*; a store that does not exist yet has no named remotes."""
     if places and store is not None and store.repo.remote is not None:
-        raise InvalidInput(f"push= is for a store on a disk: {store.repo.remote} is a bucket", hint="leave it out")
+        raise InvalidInput(f"push= is for a store on a disk: {store.repo.remote} is a bucket", hint="leave push= out")
     for place in places:
         if Path(place).is_absolute():
             continue
@@ -208,11 +208,11 @@ def check_places(store: Store | None, places: Sequence[str]) -> None:
 
             checked_url(place)
         else:
-            raise NotFound(f"there is no remote {place!r}: the store is yet to be made", hint="give the bucket's URL")
+            raise NotFound(f"there is no remote {place!r}: the store does not exist yet", hint="give the bucket's URL")
 
 
 def _check_saves(engine: Engine, options: SaverOptions) -> None:
-    """Raise now what the first save of *engine* would raise, which may be hours away."""
+    """Raise now any error that the first save of *engine*, perhaps hours later, would raise."""
     policy = chosen_policy(options.policy)
     try:
         captured = engine.capture("first-save", {}, pattern=options.pattern, exclude_frozen=options.excludes_frozen)
@@ -222,7 +222,7 @@ def _check_saves(engine: Engine, options: SaverOptions) -> None:
                 hint="use another policy, or save every layer",
             )
     except NotPlain as exc:
-        raise Unsupported(f"this training cannot be saved: {exc}", hint="keep plain values and tensors there") from exc
+        raise Unsupported(f"this training cannot be saved: {exc}", hint="use plain values and tensors instead") from exc
     except LayerstoreError as exc:
         exc.locate("this training cannot be saved")
         raise

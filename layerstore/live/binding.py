@@ -1,4 +1,4 @@
-"""The tie between an engine and a store: the commit that its next save follows, and its saver."""
+"""The tie between an engine and a store: the engine's saver, and the commit that its next save follows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,14 @@ class Binding:
     """The saver that is attached."""
     store_id: str = ""
     place: str = ""
-    """What people call that store: its folder or URL."""
+    """The folder or URL of the store, for messages."""
     composition: Composition | None = None
     """The composite that the engine was filled with, or last saved, in the store *store_id*."""
     is_half_loaded: bool = False
     """Whether the last load failed after it began to change the engine."""
 
     def composition_in(self, store: Store) -> Composition | None:
-        """Return the composite that the next save follows; None if there is none, or it is in another store."""
+        """Return the composite that the next save to *store* follows; None if it is unknown or elsewhere."""
         return self.composition if self.store_id == store.id else None
 
     def hold(self, store: Store, composition: Composition) -> None:
@@ -37,7 +37,7 @@ class Binding:
         self.composition, self.is_half_loaded = composition, False
 
     def begin_load(self) -> None:
-        """Record that a load begins: no commit is known until it completes, or at all if it is not from a store."""
+        """Record that a load begins: the commit is unknown until it completes, or for good if not from a store."""
         self.composition, self.is_half_loaded = None, False
 
     def fail_load(self) -> None:
@@ -54,9 +54,9 @@ class Binding:
 
     def release(self, attempt: int | None) -> None:
         """
-        Let the next saver continue from the tip of *attempt*, whose saver is closed now.
+        Let the next saver continue from the tip of *attempt*, whose saver is now closed.
 
-        *attempt* is None if an error ended that saver: it is then unknown which of its saves became commits.
+        *attempt* is None if an error ended the saver, so that it is unknown which of its saves became commits.
         """
         saver, self.saver = self.saver, None
         if attempt is None or saver is None:
@@ -64,7 +64,7 @@ class Binding:
             return
         repo = saver.store.repo
         try:
-            repo.records.refresh()  # only the rank that made these commits knows them already
+            repo.records.refresh()  # the other ranks may not have read these commits yet
             view = repo.catalog.find(saver.run)
             rows = [] if view is None else view.of_attempt(attempt)
             if rows and not self.is_half_loaded:
@@ -79,7 +79,7 @@ _BINDINGS: "WeakKeyDictionary[Any, Binding]" = WeakKeyDictionary()
 
 
 def binding_of(engine: Any) -> Binding:
-    """Return the binding of the trainer's own *engine*."""
+    """Return the binding of *engine*: DeepSpeed's engine or the module itself."""
     return _BINDINGS.setdefault(engine, Binding())
 
 

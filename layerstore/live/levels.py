@@ -1,12 +1,12 @@
 """
-Levels: each save goes to the first place, and soon after to the others.
+Levels: each save goes to the first level, and soon after to the others.
 
     levels = ["/dev/shm/sft", "/shared/sft", "s3://checkpoints/sft"]
     layerstore.resume(engine, levels, run="sft")
     saver = layerstore.attach(engine, levels, run="sft", keep=Keep(last=3))
 
 Every level is the same store, with the same id, and can be used by itself. Later levels are filled from the first; a
-resume takes the newest step that any level has, and reads it from the nearest.
+resume uses the newest step in any level, and reads it from the nearest level that has it.
 """
 
 from collections.abc import Iterable
@@ -38,28 +38,28 @@ class Levels:
 
 def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
     """
-    Return the levels that *store* names, which are several if it is a list.
+    Return the levels of *store*: several if it is a list, otherwise one.
 
     Raises:
-        InvalidInput: A level is not a place, comes twice or is inside another; or a bucket comes first.
+        InvalidInput: A level is not a path or URL, is listed twice or is inside another; or a bucket comes first.
     """
     if isinstance(store, Store | str | PathLike):
         return Levels(store)
     named = list(store)
     if not named or not all(isinstance(level, str | PathLike) for level in named):
         raise InvalidInput(
-            f"the levels are {named!r}", hint='list places, nearest first: ["/dev/shm/sft", "s3://bucket/sft"]'
+            f"the levels are {named!r}", hint='list paths or URLs, nearest first: ["/dev/shm/sft", "s3://bucket/sft"]'
         )
     first, *others = map(place, named)
     if others and is_url(first):
-        raise InvalidInput(f"{first} is the first level, and a bucket", hint="begin with a folder, or name it alone")
-    # As URLs, so that a folder and its file:// are the same place.
+        raise InvalidInput(f"{first} is the first level, and a bucket", hint="list a folder first, or only the bucket")
+    # As URLs, so that a folder compares equal to its file:// URL.
     resolved = [level if is_url(level) else Path(level).resolve().as_uri() for level in (first, *others)]
     for (one, here), (other, there) in permutations(zip((first, *others), resolved, strict=True), 2):
         if here == there:
-            raise InvalidInput(f"level {one} comes twice", hint="name each place once, the nearest first")
+            raise InvalidInput(f"level {one} comes twice", hint="list each level once, nearest first")
         if here.startswith(f"{there.rstrip('/')}/"):
-            raise InvalidInput(f"level {one} is inside level {other}", hint="name separate places")
+            raise InvalidInput(f"level {one} is inside level {other}", hint="use separate paths")
     return Levels(first, tuple(others))
 
 
@@ -82,9 +82,9 @@ class OpenLevels:
 
 def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = False) -> OpenLevels:
     """
-    Open *levels* on every rank, after bringing *run* in the first up to date with the others. Collective.
+    Open *levels* on every rank, after bringing *run* in the first level up to date with the others. Collective.
 
-    If no level holds a store, the result has none, unless this *makes* one.
+    If no level holds a store, the result's store is None, unless *makes* is True, which creates one.
     """
     near = Path(str(levels.first))
     firsts = first_ranks(exchange, near) if levels.others else []
@@ -117,7 +117,7 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
 
 
 def _check_new(near: Path, behind: str, run: str) -> None:
-    """Raise Conflict if *near* has commits of *run*: they were made in *behind*, where there is no store now."""
+    """Raise Conflict if *near* has commits of *run*: they were made in *behind*, which no longer has a store."""
     opened = store_if_there(near)
     if opened is None:
         return
@@ -125,7 +125,7 @@ def _check_new(near: Path, behind: str, run: str) -> None:
         mine = newest(opened, run)
     if mine is not None:
         raise Conflict(
-            f"{near} has {run}@{mine.step}, and there is no store at {behind}, where commits are made",
+            f"{near} has {run}@{mine.step}, but there is no store at {behind}, where commits are made",
             hint="is it mounted? if it is gone for good, remove the first level of each node",
         )
 
@@ -140,13 +140,13 @@ def _take_over(levels: Levels, run: str) -> None:
         mine = None if opened is None else newest(stack.enter_context(opened), run)
         if opened is not None and mine is not None and not has_whole(opened, mine):
             mine = _completed(opened, mine, levels.others[0], run)
-        # Nearest first: a step that several levels have is read from the nearest of them.
+        # Nearest first: if several levels have a step, it is read from the nearest of them.
         for level in levels.others:
             there = _open_if_there(level, near)
             if there is None:
                 continue
             theirs = newest(stack.enter_context(there), run)
-            # Before anything is copied: two stores that were mixed up cannot be separated again.
+            # Checked before anything is copied: two stores that were mixed up cannot be separated again.
             if opened is not None:
                 check_same_store(there.repo, opened.repo.identity)
             if opened is None or (theirs is not None and there.repo.catalog.view(run).newer_than(mine)):
@@ -159,10 +159,10 @@ def _take_over(levels: Levels, run: str) -> None:
 
 def _completed(near: Store, mine: RecordRow, behind: str, run: str) -> RecordRow | None:
     """
-    Return the newest commit that *near* can read in full; its newest one, *mine*, is incomplete there.
+    Return the newest commit that *near* can read in full; its newest commit, *mine*, is incomplete in *near*.
 
     The level *behind* may have the rest. Otherwise the commit is lost: *near* belonged to one of several nodes, and the
-    others are gone.
+    other nodes are gone.
     """
     store = store_if_there(behind)
     if store is None:
@@ -179,7 +179,7 @@ def _open_if_there(level: str, near: Path) -> Store | None:
     try:
         return store_if_there(level)
     except StorageIO as exc:
-        # Such a level is not skipped: training would continue from an older step, and silently fork the run.
+        # Never skip such a level: training would continue from an older step, and silently fork the run.
         raise StorageIO(
             f"{level} may have newer steps than {near}, and cannot be read: {exc}",
             errno=exc.errno,
@@ -190,10 +190,10 @@ def _open_if_there(level: str, near: Path) -> Store | None:
 
 def make_levels(store: Store, others: Iterable[str]) -> None:
     """
-    Make sure that each of the *others* can take the saves of *store*; a folder without a store becomes one.
+    Make sure that each of the *others* can receive the saves of *store*; create a store in a folder without one.
 
     Raises:
-        Conflict: One of them is another store.
+        Conflict: One of them is a different store.
         StorageIO: A bucket does not answer, or refuses the key.
     """
     from layerstore.remote import check_same_store

@@ -7,7 +7,7 @@ LOG = logging.getLogger("layerstore")
 
 
 class _UnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]  # generic only in the type stubs
-    """Writes to stderr unless the program has configured logging: Python's default would write only warnings."""
+    """Writes to stderr unless the program has configured logging; Python's default would show only warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write *record*."""
@@ -17,7 +17,7 @@ class _UnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]  # gen
 
 
 def _show_lines() -> None:
-    """Show a job's few lines by default; a level that its program has already set for this logger stays."""
+    """Show a job's few lines by default; a level that the program has already set for this logger stays."""
     if LOG.level == logging.NOTSET:
         LOG.setLevel(logging.INFO)
     handler = _UnlessConfigured()

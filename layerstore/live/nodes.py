@@ -1,8 +1,8 @@
 """
-A first level on each node: the ranks of a node write to its own store, and commits are made in the level behind it.
+A first level on each node: the ranks of a node write to the node's store, and commits are made in the next level.
 
-Each node's store is a partial clone of that level: it has the saves of its own ranks, and fetches everything else on
-demand. Saves that a job could not send before it died stay there, and are sent when the next job resumes.
+Each node's store is a partial clone of the next level: it has the saves of its own ranks, and fetches everything else
+on demand. Saves that a job could not send before it died stay in the node's store; the next job sends them on resume.
 """
 
 import secrets
@@ -30,16 +30,16 @@ from layerstore.threads import Threads
 
 
 def first_ranks(exchange: Exchange, folder: Path) -> list[int]:
-    """Return, for each rank, the first rank that sees the same *folder*: the first of its node. Collective."""
+    """Return, for each rank, the first rank that sees the same *folder*: the first rank of its node. Collective."""
     token = exchange.first(secrets.token_hex(8) if exchange.rank == 0 else "")
     files, places = Files(), (layout_at(folder).tmp, folder, *folder.absolute().parents)
     with exchange.raise_on_all():
         there = next(place for place in places if files.is_directory(place))
-    # If the folder does not exist yet, the mark is in a parent of it; the path in the mark's name tells folders apart.
+    # If the folder does not exist yet, the mark is in a parent; the hash of the path in its name tells folders apart.
     prefix = f"{MARK_PREFIX}{token}-{object_id(str(folder.absolute()).encode())}."
     with _marked(exchange, files, there / f"{prefix}{exchange.rank}"):
         with exchange.raise_on_all():
-            # NFS caches names that were looked up before; these are new, so the server is asked.
+            # NFS caches names that were looked up before; these names are new, so the client asks the server.
             first = next(rank for rank in range(exchange.size) if files.exists(there / f"{prefix}{rank}"))
         return [first_rank for (first_rank,) in exchange.integers([first])]
 
@@ -61,8 +61,8 @@ def open_nodes(
     """
     Return *store*, now reading from *near* first, and this node's own store *near*.
 
-    *store* is the level *behind* the nodes. Saves of *run* that *near* has and *store* lacks are sent first. *firsts*
-    has, by rank, the first rank of its node.
+    *store* is the next level, at *behind*. Saves of *run* that are in *near* but not in *store* are sent first.
+    *firsts* lists, by rank, the first rank of its node.
 
     Raises:
         Conflict: *near* is another store.
@@ -81,7 +81,7 @@ def open_nodes(
             make_partial(near, store.repo.identity, url_of(behind))
     with exchange.raise_on_all():
         opened = Store(near)
-    # First, so that the level behind has everything before this node takes over the newest commit from there.
+    # First, so that *store* has everything before this node copies the newest commit from it.
     _send_rest(exchange, opened, store, behind, run, is_first_here=is_first_here)
     with exchange.raise_on_all():
         store.repo.records.refresh()
@@ -100,12 +100,12 @@ def open_nodes(
     written_to = Near(
         store=opened, repo=replace(opened.repo, parts=parts), behind=url_of(behind), is_first_here=is_first_here
     )
-    # Reads go to the node's partial clone, which fetches what it lacks from the level behind.
+    # Reads go to the node's partial clone, which fetches missing objects from the next level.
     return store_of(replace(store.repo, objects=opened.repo.objects)), written_to
 
 
 def _send_rest(exchange: Exchange, near: Store, store: Store, behind: str, run: str, *, is_first_here: bool) -> None:
-    """Send to *store* the saves of *run* that an earlier job has written only to the nodes."""
+    """Send to *store* the saves of *run* that an earlier job wrote only to the nodes."""
     with exchange.raise_on_all():
         mine, there = newest(near, run) if is_first_here else None, newest(store, run)
     newest_by_rank = exchange.integers([-1, -1] if mine is None else [mine.attempt, mine.step])
@@ -114,7 +114,7 @@ def _send_rest(exchange: Exchange, near: Store, store: Store, behind: str, run: 
     if newest_by_rank[owner] > after:
         if exchange.rank == 0:
             LOG.info("%s@%d is not in %s yet: the nodes send it now", run, newest_by_rank[owner][1], behind)
-        # All nodes send their objects before one sends the commits: a commit names objects of every node.
+        # All nodes send their objects before one node sends the commits: a commit refers to objects of every node.
         _run_on_all(exchange, lambda: send_objects(near.repo, store.repo) if is_first_here else None)
         _run_on_all(exchange, lambda: send_commits(near, behind, run) if exchange.rank == owner else None)
     with exchange.raise_on_all():
@@ -133,7 +133,7 @@ def _run_on_all(exchange: Exchange, work: Callable[[], None]) -> None:
 
 
 def send_commits(near: Store, behind: str, run: str) -> None:
-    """Send the commits of *run* in *near* whose objects are all in *near* or *behind*; log if there are others."""
+    """Send the commits of *run* in *near* whose objects are all in *near* or *behind*; log if any cannot be sent."""
     from layerstore.remote import send_to_folder
 
     try:
@@ -147,16 +147,16 @@ def send_commits(near: Store, behind: str, run: str) -> None:
 
 def forget_unsent(near: Store, store: Store, run: str) -> None:
     """
-    Remove the records of *run* that *near* has and *store* lacks.
+    Remove the records of *run* that are in *near* but not in *store*.
 
-    Newer ones can never be sent: a node that had parts of them is gone. The others were collected in *store*.
+    Newer commits can never be sent: a node that had parts of them is gone. Older ones were collected in *store*.
     """
     view, there = near.repo.catalog.find(run), store.repo.catalog.find(run)
     if view is None:
         return
     lost = {row.id for row in view.newer_than(newest(store, run))}
     for row in view.visible:
-        # A record that is damaged in *store* stays in *near*: this may be the only sound copy.
+        # If the record is damaged in *store*, it stays in *near*, which may have the only sound copy.
         if there is None or (row.id not in there.rows and row.name not in there.damaged):
             if row.id in lost:
                 LOG.warning("%s@%d is lost: a node that had a part of it is gone", run, row.step)
@@ -164,7 +164,7 @@ def forget_unsent(near: Store, store: Store, run: str) -> None:
 
 
 def has_whole(near: Store, row: RecordRow) -> bool:
-    """Whether *near* itself has all that the commit *row* names; always True unless *near* is a partial clone."""
+    """Whether *near* itself has every object of the commit *row*; always True unless *near* is a partial clone."""
     if not near.repo.files.exists(near.repo.layout.partial):
         return True
     record = near.repo.catalog.commit(row.name).record
@@ -178,7 +178,7 @@ def send_objects(near: Repository, repo: Repository) -> None:
     """
     Copy every object of *near* that *repo* lacks, states last.
 
-    Version blobs are left to `send_commits`: they name objects of other nodes, which may be gone.
+    Version blobs are left to `send_commits`: they refer to objects of other nodes, which may be gone.
     """
     sizes = ((name, near.files.size(near.layout.object(name))) for name in near.objects.ids())
     refs = [BlobRef(id=name, size_bytes=size) for name, size in sizes if size is not None]
@@ -194,13 +194,13 @@ def send_objects(near: Repository, repo: Repository) -> None:
             elif magic != VERSION_MAGIC:
                 writer.copy(ref, near.objects)
         writer.publish()
-        # After the objects that they name: a blob in its place promises that everything it names can be found.
+        # States come after their objects: a blob in the store promises that all objects it refers to exist.
         for ref in states:
             writer.copy(ref, near.objects)
         writer.publish()
 
 
 def newest(store: Store, run: str) -> RecordRow | None:
-    """Return the newest commit of *run* that *store* has."""
+    """Return the newest commit of *run* in *store*."""
     view = store.repo.catalog.find(run)
     return None if view is None else view.newest

@@ -1,7 +1,7 @@
 """
-Pointer files, which a checkpoint folder holds instead of DeepSpeed's or FSDP's files when its state is in a store.
+Pointer files, which replace DeepSpeed's or FSDP's files in a checkpoint folder whose state is in a store.
 
-Saves write them, loads follow them, and `checkpoint` makes a folder of them for any commit, because
+Saves write pointers, loads follow them, and `checkpoint` makes a folder of pointers for any commit, because
 ``trainer.train(resume_from_checkpoint=…)`` wants a folder, not a reference.
 """
 
@@ -53,7 +53,7 @@ def first_shard_of(rank: int) -> str:
 
 
 def write_fsdp_pointers(files: Files, folder: Path, pointer: Pointer) -> None:
-    """Write pointers under all of FSDP's names for model and optimizer: its settings decide which ones it loads."""
+    """Write pointers under all of FSDP's names for model and optimizer: FSDP's settings decide which names it loads."""
     for name in (FSDP_MODEL, FSDP_OPTIMIZER, *(f"{inner}/{DCP_METADATA}" for inner in FSDP_FOLDERS)):
         write_pointer(files, folder / name, pointer)
 
@@ -90,11 +90,11 @@ def pointer_to_next(saver: Saver) -> Pointer:
 
 def store_of(pointer: Pointer, saver: Saver | None) -> Store:
     """
-    Return the store that *pointer* leads to: *saver*'s own if the ids match, as the store may have moved since.
+    Return the store that *pointer* refers to: *saver*'s own if the ids match, as the store may have moved since.
 
     Raises:
-        NoStore: It is no longer there.
-        Conflict: Another store has taken its place.
+        NoStore: There is no store at the pointer's path.
+        Conflict: A different store is at the pointer's path.
     """
     if saver is not None and saver.store.id == pointer.store_id:
         return saver.store
@@ -104,12 +104,12 @@ def store_of(pointer: Pointer, saver: Saver | None) -> Store:
         if type(exc) is not NoStore:
             raise  # a bucket is missing
         raise NoStore(
-            f"the pointer leads to {pointer.name} in the store at {pointer.store}, which is not there",
-            hint="if it has moved, make a link there, or pass its new path to layerstore.transformers.checkpoint",
+            f"the pointer leads to {pointer.name} in the store at {pointer.store}, which does not exist",
+            hint="if the store moved, link its old path, or pass the new one to layerstore.transformers.checkpoint",
         ) from exc
     if store.id != pointer.store_id:
         raise Conflict(
-            f"the pointer leads to {pointer.name}, but {pointer.store} is now another store",
+            f"the pointer leads to {pointer.name}, but {pointer.store} is now a different store",
             hint="attach a saver to the right store first",
         )
     return store
@@ -128,17 +128,17 @@ def check_same(exchange: Exchange, folder: Path, content: str) -> None:
 
 def composition_of(store: Store, pointer: Pointer) -> Composition:
     """
-    Return the composition that *pointer* leads to.
+    Return the composition that *pointer* refers to.
 
     Raises:
-        NotFound: *store* does not have it.
+        NotFound: The commit is not in *store*.
     """
     composition = compose_latest(_resolved(store, pointer))
     if pointer.layers is None:
         return composition
     what = f"the pointer to {pointer.name}"
     if not isinstance(pointer.layers, list):
-        raise IntegrityError(f"{what} is in an unknown form", hint="make it again")
+        raise IntegrityError(f"{what} has an unknown format", hint="create the pointer again")
     layers = tuple(from_plain(LayerEntry, cast(Plain, entry), what=what) for entry in pointer.layers)
     return replace(composition, layers=layers, policy=pointer.policy)
 
@@ -164,10 +164,10 @@ def _newest_instead(store: Store, view: RunView | None, pointer: Pointer) -> str
     if store.repo.attempts_being_saved(pointer.run, [pointer.attempt]):
         return f"a job is still saving attempt {pointer.attempt}: that save is incomplete or failed; try again"
     if view is None or not view.visible:
-        return f"its save was incomplete when the job ended, or it was removed; {pointer.run} has no other commit"
+        return f"the save was incomplete when the job ended, or was removed; {pointer.run} has no other commit"
     newest = f"{pointer.run}@{next(view.history(view.attempts[-1])).step}"
     return (
-        f"its save was incomplete when the job ended, or it was removed; {newest} is there: "
+        f"the save was incomplete when the job ended, or was removed; {newest} exists: "
         f'layerstore.transformers.checkpoint("{pointer.store}", "{newest}")'
     )
 
@@ -185,13 +185,13 @@ def checkpoint(
     """
     Return a folder for ``resume_from_checkpoint``, with the commit *ref*: ``RUN@STEP``, ``RUN`` or a pin.
 
-    None, and a line in the log, if *ref* is a run without a commit, or *store* a path without a store: so one script
-    serves the first launch and every later one. Every rank calls it. The folder is for the current number of ranks,
-    however many saved the commit. It is *folder*, or a temporary one of this process, removed at exit. *policy* says
-    which version of each layer to take.
+    Return None, and log a line, if *ref* is a run without a commit, or *store* a path without a store: so one script
+    serves the first launch and every later one. Every rank calls this. The folder is for the current number of ranks,
+    however many saved the commit. It is *folder*, or a temporary folder that is removed when this process exits.
+    *policy* chooses the version of each layer.
 
     Raises:
-        NotFound: There is no such commit, or no Trainer has saved it.
+        NotFound: The commit does not exist, or was not saved by a Trainer.
     """
     import torch.distributed as dist
 
@@ -202,7 +202,7 @@ def checkpoint(
             opened = store_if_there(store)
             composite = None if opened is None else _composite_of(opened, ref, policy)
         if exchange is not None and not exchange.is_same("" if composite is None else composite[0].commit):
-            raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
+            raise Conflict("the ranks see different commits", hint="use RUN@STEP; is another job still saving?")
         if opened is None or composite is None:
             if exchange is None or exchange.rank == 0:
                 log_nothing_yet(opened or store, ref)
@@ -238,10 +238,10 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
             f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
             hint="fill the engine with layerstore.resume(engine, store, run=…)",
         )
-    # Which trainer and stage will load them is not known yet: a mismatch is refused when the pointers are loaded.
+    # The trainer and stage that will load the pointers are unknown now: the load refuses a mismatch.
     write_fsdp_pointers(repo.files, target, pointer)
     if not base.is_dcp:
-        # A Trainer looks only for folders with such a name.
+        # A Trainer looks only for folders named global_step….
         tag = base.layout.tag if base.layout.tag.startswith("global_step") else f"global_step{base.step}"
         for state in states:
             for name in (MODEL_STATES, first_shard_of(state.rank), Path(state.optimizer.path).name):
@@ -251,7 +251,7 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
 
 
 def _states_here(store: Store, composition: Composition, name: str) -> list[RankState]:
-    """Return the states of DeepSpeed's ranks, for the current number of ranks."""
+    """Return the states of DeepSpeed's ranks, re-sliced for the current number of ranks."""
     ranks = plan_ranks(store.repo, composition, RankOptions(world_size=_world_size()), is_live=True)
     for note in ranks.notes:
         LOG.warning("%s: %s", name, note)
@@ -270,7 +270,7 @@ def _write_files(store: Store, states: list[RankState], folder: Path, *, tag: st
 
 
 def _write(files: Files, path: Path, data: bytes) -> None:
-    """Write *path* with a rename, so that it is never torn: other ranks may be writing the same file."""
+    """Write *path* with a rename, so that the file is never torn: other ranks may be writing it, too."""
     files.make_directories(path.parent)
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     with files.create(partial) as file:

@@ -35,18 +35,18 @@ class Resumed:
 
     run: str
     step: int
-    """The trainer's step of the base commit."""
+    """The step of the base commit, as the trainer counts."""
     global_steps: int
     """DeepSpeed's own counters; for a module, *global_steps* is the step and the other two are 0."""
     global_samples: int
     skipped_steps: int
     client_state: dict[str, Any]
-    """What was passed to ``save``."""
+    """The *client_state* that was passed to ``save``."""
     layers: dict[str, int]
     """The step at which each layer's version was saved."""
     random_state_restored: bool
     notes: tuple[str, ...]
-    """Layers that are older than the base or not kept bit for bit; then everything that did not carry over."""
+    """Notes on layers older than the base or not kept bit for bit; then on everything that did not carry over."""
 
 
 @checked
@@ -69,15 +69,15 @@ def resume(
     ``resume(model, optimizer, store, run="sft")`` fills a module and its optimizer, on any mesh, whichever trainer
     saved the commit. ``run="sft~1"`` resumes the attempt before the newest.
 
-    None at the first launch, when the run has no commit, or the path no store; a line in the log says so. If *store* is
-    a list of places, nearest first, the newest step that any of them has is taken, and read from the nearest. Every
-    rank calls it. A saver that is attached afterwards continues the newest attempt if the resumed step was its newest;
-    otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from *step*; with
-    *exact*, the newest save up to *step* that was kept bit for bit is used instead. If DeepSpeed continues a commit of
-    FSDP2, DeepSpeed's own state comes from the last commit it saved before, or from *like*, with counters advanced.
+    Return None, and log a line, at the first launch, when the run has no commit or the path has no store. If *store* is
+    a list, nearest first, the newest step in any of its stores is resumed, and read from the nearest. Every rank calls
+    this. A saver that is attached afterwards continues the newest attempt if the resumed step was its newest;
+    otherwise it opens the next attempt. *policy* chooses the version of each layer, as of *step*; with *exact*, the
+    newest save up to *step* that was kept bit for bit is used instead. If DeepSpeed continues a commit
+    saved by FSDP2, DeepSpeed's own state comes from DeepSpeed's last earlier commit or *like*, with counters advanced.
 
     Raises:
-        NotFound: There is no such step or, with *must_exist*, no commit or no store at all.
+        NotFound: The step does not exist; or, with *must_exist*, the run has no commit or the path no store.
         Conflict: *run* is the name of a pin.
         LayoutMismatch: The layers do not fit this engine.
         InvalidInput: Gradients are being accumulated for an update that is still to come.
@@ -85,7 +85,7 @@ def resume(
     trained, levels = trained_and_levels("resume", engine, optimizer, store)
     first_level = levels.first
     attempt, run = run, run if "@" in run else run.partition("~")[0]
-    trained.settle()  # first: the requested step may still be on its way to the store
+    trained.settle()  # first: the requested step may not have reached the store yet
     with closing(Exchange()) as exchange:
         opened = open_levels(exchange, levels, run).store
         with exchange.raise_on_all():
@@ -112,7 +112,7 @@ def resume(
                 log_nothing_yet(opened, run, refusal="; resume(…, must_exist=True) raises instead")
             return None
         composition = composite.composition
-        # Every rank has read and checked its part before any engine changes: a failed resume leaves all as they were.
+        # Every rank reads and checks its part before any engine changes: a failed resume leaves all engines unchanged.
         with exchange.raise_on_all(), naming_damage(opened.repo, composition, resumes=True):
             loading = trained.read(exchange, opened, composition, adam_step=adam_step, like=like)
         trained.fill(loading.fill, exchange)
@@ -122,7 +122,7 @@ def resume(
 
 
 def _resumed(trained: Attachable, composite: Composite, loading: Loading) -> Resumed:
-    """Restore the random state; return what was resumed."""
+    """Restore the random state; return the result of `resume`."""
     trained.warn(composite.name, *loading.notes)
     is_restored = loading.random_state is not None and set_random_state(loading.random_state)
     updates, samples, skipped = loading.counters
@@ -141,11 +141,11 @@ def _resumed(trained: Attachable, composite: Composite, loading: Loading) -> Res
 
 def check_run(store: Store | None, run: str) -> None:
     """
-    Make sure that *run* can be the name of a run, in *store* if there is one.
+    Make sure that *run* can be the name of a run, in *store* unless that is None.
 
     Raises:
-        InvalidInput: It is a reference to a step, or not a name at all.
-        Conflict: It is the name of a pin.
+        InvalidInput: *run* is a reference to a step, or not a name at all.
+        Conflict: *run* is the name of a pin.
     """
     reference = parse_reference(run) if {"@", "~"} & set(run) else None
     if reference is not None:
@@ -159,7 +159,7 @@ def check_run(store: Store | None, run: str) -> None:
     if store is not None and run in store.repo.records.pin_names() and not store.repo.records.names(run):
         raise Conflict(
             f"{run!r} is a pin; runs and pins share their names",
-            hint="name the run; layerstore.transformers.checkpoint accepts a pin",
+            hint="give the name of a run; layerstore.transformers.checkpoint accepts a pin",
         )
 
 
@@ -199,9 +199,9 @@ def _composite(
     try:
         return store.compose(attempt if step == "latest" else f"{attempt}@{step}", policy=policy, exact=exact)
     except NotFound as exc:
-        return exc  # another host may already see it
+        return exc  # another host may already see the commit
 
 
 def _commit_of(composite: Composite | NotFound | None) -> str:
-    """Return the text that ranks compare: the commit, or nothing if there is none."""
+    """Return the text that ranks compare: the commit's id, or an empty string if there is no commit."""
     return composite.commit if isinstance(composite, Composite) else ""

@@ -1,4 +1,4 @@
-"""Temporary folders for libraries that insist on files; never part of a store."""
+"""Temporary folders for libraries that can only read or write files; never part of a store."""
 
 import atexit
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield a new folder that is removed afterwards."""
+    """Yield a new folder, removed when the block ends."""
     with tempfile.TemporaryDirectory(prefix="layerstore-") as folder:
         yield Path(folder)
 

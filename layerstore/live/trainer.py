@@ -28,13 +28,13 @@ from layerstore.store import Store, StrPath, open_store
 
 class LayerstoreCallback(TrainerCallback):
     """
-    Makes a Trainer under DeepSpeed ZeRO, or FSDP2, save to a store and resume from it, on its own schedule.
+    Makes a Trainer under DeepSpeed ZeRO or FSDP2 save to a store, and resume from it, on the Trainer's schedule.
 
     Checkpoint folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end``
-    and ``resume_from_checkpoint`` work as before. *options* are those of ``layerstore.attach``, checked at once.
+    and ``resume_from_checkpoint`` work as before. *options* are the options of ``layerstore.attach``, checked at once.
 
     With *every*, the state is also saved at every multiple of that many steps, without a folder. It is captured at the
-    end of the step, before the Trainer logs and evaluates, so it lacks what these change, such as the best metric.
+    end of the step, before the Trainer logs and evaluates, so it lacks their results, such as the best metric.
     """
 
     @checked
@@ -56,7 +56,7 @@ class LayerstoreCallback(TrainerCallback):
         self._options = options_for(self._levels, options)
         _check_store(self._levels.first, run, self._options)
         self._count: _Count | None = None
-        # A Trainer that resumes loads its checkpoint before on_train_begin, so pointers must work by then.
+        # A Trainer that resumes loads its checkpoint before on_train_begin, so pointers must already work.
         if find_spec("deepspeed") is not None:
             engines_are_made_with(StoreCheckpointEngine)
         trainers_save_to_stores()
@@ -96,7 +96,7 @@ class LayerstoreCallback(TrainerCallback):
             self.saver = self._count = None
 
     def _resumed_step(self, trained: Attachable) -> int:
-        """Return the step of this run that *trained* was resumed from; 0 if there is none."""
+        """Return the step of this run that *trained* was resumed from; 0 if it was not."""
         loaded = trained.binding.composition
         return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
 
@@ -105,7 +105,7 @@ show_fields(LayerstoreCallback.__init__, SaverOptions)
 
 
 def _check_store(store: Store | StrPath, run: str, options: SaverOptions) -> None:
-    """Raise now what `attach` would raise about *store* only after model and data are set up."""
+    """Raise now any error about *store* that `attach` would raise only after model and data are set up."""
     if isinstance(store, Store):
         _check_names(store, run, options)
         return
@@ -130,15 +130,15 @@ class _Count:
     """
     The step of a save.
 
-    The Trainer counts a step only at the step's very end. A save on a signal may come before that, but after the
-    engine's update; its state then belongs to the next step, whatever the folder is called.
+    The Trainer counts a step only at the step's very end. A save on a signal may come between the engine's update and
+    that count; the saved state then belongs to the next step, whatever the folder is called.
     """
 
     def __init__(self, state: TrainerState, updates: Callable[[], int], *, resumed: int) -> None:
         self._state = state
         self._updates = updates
         self._lead = max(resumed - int(state.global_step), 0)
-        """How many steps the run is ahead of a Trainer that resumed from such a save."""
+        """How many steps the run is ahead of the Trainer's count, after a resume from such a save."""
         self.begin()
 
     def begin(self) -> None:
@@ -150,12 +150,12 @@ class _Count:
         step, updates = int(self._state.global_step), self._updates()
         is_ahead = step == self._begun[0] and updates > self._begun[1]
         if is_ahead:
-            LOG.warning("the Trainer saves step %d in the middle of the next: the commit is step %d", step, step + 1)
+            LOG.warning("the Trainer saves step %d during the next step: the commit is step %d", step, step + 1)
         return step + is_ahead + self._lead
 
 
 def _own_files(folder: Path, state: TrainerState, control: TrainerControl, given: dict[str, Any]) -> dict[str, StrPath]:
-    """Write to *folder* the files of its own that the Trainer needs to resume; return them by name."""
+    """Write the Trainer's own files, which it needs to resume, to *folder*; return their paths by name."""
     import torch
     from accelerate.utils import DeepSpeedSchedulerWrapper
 

@@ -1,8 +1,8 @@
 """
-Saves and loads of Transformers' Trainer under FSDP2; only this module knows the names of the Trainer and Accelerate.
+Saves and loads of Transformers' Trainer under FSDP2; only this module uses names of the Trainer and Accelerate.
 
-The Trainer's module imports four functions of Accelerate; they are replaced in it. If a saver is attached to the model,
-a save goes to the store and leaves pointers. Pointers are loaded from the store. Accelerate does everything else.
+The Trainer's module imports four functions of Accelerate; they are replaced in that module. If a saver is attached to
+the model, a save goes to the store and leaves pointers. Pointers are loaded from the store. Accelerate does the rest.
 """
 
 import functools
@@ -51,7 +51,7 @@ def _replaced(real: Callable[..., Any], instead: "_Instead") -> Callable[..., An
     @functools.wraps(real)
     def replaced(plugin: Any, accelerator: Any, *others: Any, **named: Any) -> Any:
         accelerates = functools.partial(real, plugin, accelerator, *others, **named)
-        model, folder = others[-2:]  # last in all four functions; those for optimizers have one argument before
+        model, folder = others[-2:]  # last in all four functions; for optimizers, one more argument precedes
         return instead(accelerates, accelerator, model, Path(folder)) if accelerator.is_fsdp2 else accelerates()
 
     replaced.layerstore = True  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ _Instead = Callable[[_Real, Any, Any, Path], Any]
 
 
 def _save(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
-    """Save model and optimizer, and leave pointers to both."""
+    """Save model and optimizer to the store, and write pointers to both."""
     saver = binding_of(model).saver
     if saver is None:
         return real()
@@ -101,7 +101,7 @@ def _load_optimizer(real: _Real, accelerator: Any, model: Any, folder: Path) -> 
 
 
 def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimizer: bool) -> Any:
-    """Fill the model or its *optimizer* from the store; without pointers in *folder*, do as Accelerate does."""
+    """Fill the model or its *optimizer* from the store; without pointers in *folder*, let Accelerate load it."""
     trained = AttachableModule(model, accelerator._optimizers)
     saver = trained.binding.saver
     if saver is not None:
@@ -121,7 +121,7 @@ def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimize
 
 
 def _find_target(exchange: Exchange, folder: Path, saver: Saver | None) -> tuple[Pointer, Store, Composition] | None:
-    """Return the target of the pointers in *folder*, the same on all ranks; None if it has none."""
+    """Return the target of the pointers in *folder*, the same on all ranks; None if *folder* has no pointers."""
     with exchange.raise_on_all():
         pointer = read_pointer(folder / FSDP_MODEL)
         if pointer is not None:

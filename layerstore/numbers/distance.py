@@ -1,8 +1,8 @@
 """
 The distance between two streams of numbers: relative L2, cosine, and relative movement.
 
-Both come in chunks of raw bytes, memory use is constant, and sums are kept in float64. numpy is imported with the first
-chunk, since most commands need none.
+Both streams come in chunks of raw bytes, memory use is constant, and sums are kept in float64. numpy is imported with
+the first chunk, since most commands do not need it.
 """
 
 import math
@@ -40,16 +40,16 @@ class Distance:
     """The distance between two versions of a layer."""
 
     elements: int
-    """How many were compared."""
+    """How many elements were compared."""
     relative_l2: float
-    """L2 norm of the difference, divided by the first's; infinite if only the first is all zeros."""
+    """L2 norm of the difference, divided by the L2 norm of the first; infinite if only the first is all zeros."""
     cosine: float
     """Cosine of the angle between the two; NaN if one is all zeros."""
     nonfinite_a: int | None
-    """NaNs and infinities in the first; None if equal bytes were not read."""
+    """NaNs and infinities in the first; None if the two are known to be equal, and so were not read."""
     nonfinite_b: int | None
     left_out: tuple[str, ...] = ()
-    """Parameters that cannot be compared: on one side only, of another shape, or not numbers."""
+    """Parameters that cannot be compared: they exist on one side only, differ in shape, or are not numbers."""
 
 
 def nothing_between(elements: int) -> Distance:
@@ -63,7 +63,7 @@ def can_measure(dtype: str) -> bool:
 
 
 class Meter:
-    """Adds up the distance, pair of chunks by pair of chunks."""
+    """Accumulates the distance over pairs of chunks."""
 
     def __init__(self) -> None:
         self._elements = 0.0
@@ -71,7 +71,7 @@ class Meter:
         self._nonfinite_a = self._nonfinite_b = 0
 
     def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str, weight: float = 1.0) -> None:
-        """Add the next elements, equally many of each side; each stands for *weight* elements."""
+        """Add the next elements, the same number from each side; each element counts as *weight* elements."""
         import numpy as np
 
         first, second = _numbers(a, dtype_a), _numbers(b, dtype_b)
@@ -110,7 +110,7 @@ class Meter:
 
     def movement(self) -> float | None:
         """
-        Return the relative L2, with a lower limit for the norm of the first; None if nothing was added.
+        Return the relative L2, with a lower limit on the norm of the first; None if nothing was added.
 
         Without the limit, a layer that began with zeros would have moved infinitely far.
         """
@@ -129,14 +129,14 @@ class Meter:
 
 
 def movement_of(*, dd: float, aa: float, elements: float) -> float:
-    """Return the relative movement, given the sums of squares of the difference (*dd*) and of the first (*aa*)."""
+    """Return the relative movement from the sums of squares of the difference (*dd*) and of the first (*aa*)."""
     return math.sqrt(dd) / max(math.sqrt(aa), _FLOOR * math.sqrt(elements))
 
 
 # -- movement weighted by gradients ----------------------------------------------------------------------------------
 
 SECOND_MOMENT = "exp_avg_sq"
-"""Adam's name for the running mean of squared gradients; its root is the size of an element's gradients."""
+"""Adam's name for the running mean of squared gradients; its square root is the size of an element's gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +147,12 @@ class Movements:
     """Relative to the layer's norm."""
     weighted: Mapping[str, float] = field(default_factory=dict)
     """
-    The mean over its elements of movement times gradient size, relative to the mean of magnitude times gradient size
-    over the elements of all measured layers. Empty if the optimizer lacks second moments of some layer.
+    For each layer, the mean over its elements of movement times gradient size, divided by the mean over the elements of
+    all measured layers of magnitude times gradient size. Empty if the optimizer lacks second moments of some layer.
     """
 
     def decisions(self) -> dict[Tree, Tree]:
-        """Return what a record keeps of them."""
+        """Return the movements as a record keeps them."""
         kept = {"movements": self.relative, "weighted_movements": self.weighted}
         return {name: dict(movements.items()) for name, movements in kept.items() if movements}
 
@@ -162,15 +162,15 @@ class Weighted:
     """Sums over a layer's elements, each weighted by the size of its gradients."""
 
     moved: float
-    """The sum of how far they have moved."""
+    """The sum of the elements' movements."""
     lengths: float
-    """The sum of their magnitudes."""
+    """The sum of the elements' magnitudes."""
     elements: float
 
 
 def weighted_movements(layers: Mapping[str, Weighted]) -> dict[str, float]:
     """
-    Return the gradient-weighted movement of each of *layers*; nothing if no gradient is known.
+    Return the gradient-weighted movement of each of *layers*; an empty mapping if no gradient is known.
 
     A layer without elements is frozen, and has not moved.
 
@@ -204,7 +204,7 @@ class WeightedMeter:
         self._moved = self._lengths = self._elements = 0.0
 
     def add(self, old: Numbers, new: Numbers, squares: Numbers, *, weight: float = 1.0) -> None:
-        """Add the next elements: their masters before and now, and their second moments; each stands for *weight*."""
+        """Add elements: their old and new masters, and their second moments; each element counts *weight* times."""
         import numpy as np
 
         first, second, third = (_numbers(numbers.data, numbers.dtype) for numbers in (old, new, squares))
@@ -223,7 +223,7 @@ def _numbers(data: memoryview, dtype: str) -> "npt.NDArray[np.float64]":
     import numpy as np
 
     if dtype == _BF16:
-        # A bf16 is the upper half of an fp32; numpy has none.
+        # A bf16 is the upper half of an fp32; numpy has no bf16.
         words = np.frombuffer(data, "<u2").astype(np.uint32)
         words <<= np.uint32(16)
         numbers: npt.NDArray[Any] = words.view(np.float32)

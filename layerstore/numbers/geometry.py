@@ -1,4 +1,4 @@
-"""The elements of a box of a tensor, as runs in the tensor's own order."""
+"""The elements of a box of a tensor, as contiguous stretches in the tensor's own order."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -7,9 +7,9 @@ from math import prod
 
 def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """
-    Yield the first element and the length of each run that a box of a tensor consists of, in order.
+    Yield the first element and the length of each contiguous stretch of a tensor's box, in order.
 
-    Two rows of a matrix are contiguous, half of its columns are not:
+    Two rows of a matrix are contiguous; half of its columns are not:
 
     >>> list(box_runs((4, 3), (2, 0), (2, 3))), list(box_runs((4, 3), (0, 1), (2, 2)))
     ([(6, 6)], [(1, 2), (4, 2)])

@@ -1,4 +1,4 @@
-"""The mean of numbers that several saves hold: summed in double precision, and rounded once."""
+"""The mean of the numbers of several saves: summed in double precision, and rounded once."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from layerstore.numbers.rounding import Bytes, convert
 
 def mean(parts: Iterable[tuple[Bytes, float]], *, dtype: str) -> memoryview:
     """
-    Return the mean of *parts* as fp32: each has equally many elements of the type *dtype*, and a weight.
+    Return the weighted mean of *parts* as fp32; all have the same number of elements, of type *dtype*.
 
     >>> import numpy as np
     >>> parts = [(np.float32([1, 2]).tobytes(), 1.0), (np.float32([4, 8]).tobytes(), 2.0)]
@@ -17,7 +17,7 @@ def mean(parts: Iterable[tuple[Bytes, float]], *, dtype: str) -> memoryview:
     import numpy as np
 
     total, weights = None, 0.0
-    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaNs are passed on
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaNs go into the mean
         for data, weight in parts:
             numbers = np.frombuffer(convert(data, source=dtype, target="F32"), "<f4")
             if total is None or weight != 1:

@@ -1,9 +1,9 @@
 """
 Convert element types: round weights from their fp32 master as the engine does, and convert for exports.
 
-Rounding is to nearest, ties to even. NaNs may round differently elsewhere, so every derivation is checked bit for bit
+Rounding is to nearest, ties to even. An engine may round NaNs differently, so every derivation is checked bit for bit
 before anything relies on it. numpy, and ml_dtypes for its bfloat16, are imported with the first conversion, because
-most commands need none.
+most commands do not need them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,7 @@ def _infinities(data: Bytes, dtype: str) -> int:
 
     kind, infinity = _INFINITIES[dtype]
     words = np.frombuffer(data, kind)
-    # Doubling a word shifts its sign out.
+    # Doubling a word shifts its sign bit out.
     return int(np.count_nonzero(words + words == words.dtype.type(2 * infinity)))
 
 
@@ -83,7 +83,7 @@ def _rounded(data: Bytes, target: str) -> memoryview:
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity, as in the engine
         rounded = np.frombuffer(data, "<f4").astype(_numpy_type(target)).view("<u2")
     if target == "BF16":
-        # ml_dtypes keeps the sign of a NaN. Stores hold weights that were derived without it, so drop it.
+        # ml_dtypes keeps the sign of a NaN. Existing stores hold weights derived without that sign, so drop it.
         is_negative_nan = rounded == _BF16_NEGATIVE_NAN
         if is_negative_nan.any():
             rounded[is_negative_nan] = _BF16_NAN
@@ -93,7 +93,7 @@ def _rounded(data: Bytes, target: str) -> memoryview:
 _ROUNDINGS = {("F32", "BF16"), ("F32", "F16")}
 _BF16_NAN, _BF16_NEGATIVE_NAN = 0x7FC0, 0xFFC0
 
-# For each type, the unsigned integer of its size, and the bits of infinity.
+# For each type, the unsigned integer type of the same size, and the bit pattern of infinity.
 _INFINITIES = {
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
     "F32": ("<u4", 0x7F80_0000),

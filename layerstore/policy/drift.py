@@ -1,10 +1,10 @@
 """
 ``drift``: save the layers that moved most since their last save, within a budget and with a limit on age.
 
-A movement is weighted by the size of the gradients, which is meant to predict what an old layer costs.
+A movement is weighted by the size of the gradients, to predict how much an old version of the layer costs in quality.
 
 With only a threshold, all layers would become due together, then none; with only an age limit, nearly all at one save.
-So the worst go first, and old layers are renewed in turns before they all reach the limit.
+So the layers that moved most go first, and layers are renewed in turns before they all reach the age limit.
 """
 
 import math
@@ -25,8 +25,8 @@ class Drift:
     """
     Layers by how far their masters have moved.
 
-    Those that have moved by more than a threshold since they were last saved, largest movement first, within a budget;
-    each layer also takes its turn, so that none grows older than a bound.
+    Layers that have moved by more than a threshold since they were last saved, largest movement first, within a budget;
+    each layer is also saved in turn, so that none grows older than a bound.
     """
 
     threshold: Annotated[float, Setting("movement above which a layer is due", metavar="X")] = 0.01
@@ -36,15 +36,15 @@ class Drift:
         Setting("what a save may take, like 2GB", metavar="SIZE", read=size_in_bytes, default="no limit"),
     ] = None
     """
-    The bytes that a save may take; None for no limit. A larger layer waits until earlier saves have left enough, and
-    layers that have moved less wait behind it.
+    The bytes that a save may write; None for no limit. A larger layer waits until previous saves have left enough of
+    their budgets, and layers that have moved less wait until it is saved.
     """
     stalest: Annotated[int, Setting("no layer older than N saves", metavar="N")] = 10
-    """No layer gets older than this many saves, whatever the budget."""
+    """No layer gets older than this many saves, regardless of the budget."""
     by: Annotated[Literal["gradient", "norm"], Setting("what a movement is weighted by")] = "gradient"
     """
-    ``gradient`` weights each element's movement by the size of its gradients, relative to the model; ``norm`` takes the
-    layer's movement relative to its own norm, and is used wherever the optimizer keeps no second moments.
+    ``gradient`` weights each element's movement by the size of its gradients, relative to the model; ``norm`` measures
+    movement relative to the layer's own norm, and is always used if the optimizer keeps no second moments.
     """
 
     name = "drift"
@@ -67,7 +67,7 @@ class Drift:
         return {"threshold": self.threshold, "budget": self.budget, "stalest": self.stalest, "by": self.by}
 
     def due(self, save: Save) -> frozenset[str]:
-        """Return the old layers, and of the rest those that moved most."""
+        """Return the old layers, and those of the rest that moved most."""
         if not save.movements:
             return frozenset(save.layers)  # nothing was measured: a full save
         chosen = {layer for index, layer in enumerate(save.layers) if self._is_old(save, layer, index)}
@@ -78,13 +78,13 @@ class Drift:
                 continue
             size = save.sizes.get(layer, 0)
             if not self._affords(save, size, spent=spent):
-                break  # else small layers, which always fit, would use up the budget that a large layer waits for
+                break  # otherwise small layers, which always fit, would use up the budget that a large layer waits for
             chosen.add(layer)
             spent += size
         return frozenset(chosen)
 
     def _movement(self, save: Save, layer: str) -> float:
-        """Return how far *layer* has moved; infinity if that is unknown or NaN."""
+        """Return how far *layer* has moved; infinity if the distance is unknown or NaN."""
         weighted = save.weighted_movements if self.by == "gradient" else {}
         movement = (weighted or save.movements).get(layer, math.inf)
         return math.inf if math.isnan(movement) else movement

@@ -1,9 +1,9 @@
 """
-The interface of policies, which say which layers are due at a save; and ``latest``, under which all are.
+The interface of policies, which decide which layers are due at a save; and ``latest``, under which all layers are due.
 
-At a save, the answer says what to write. Over a history of saves, each layer of a composite comes from the newest save
-at which it was due; so a composite over full checkpoints has the same versions as ``latest`` over a history saved under
-the policy.
+At a save, the due layers are written. Over a history of saves, each layer of a composite comes from the newest save
+at which the layer was due. So a composite over full checkpoints has the same versions as ``latest`` over a history
+saved under the policy.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,17 +19,17 @@ class Save:
     """A save, as a policy sees it."""
 
     number: int
-    """Counted from 0 in the order of saving; the first save of a history is full, whatever the policy says."""
+    """Counted from 0 in the order of saving; the first save of a history is full, regardless of the policy."""
     layers: tuple[str, ...]
     """Every layer, in the model's order."""
     ages: Mapping[str, int]
     """How many saves ago each layer was last written; layers that were never written are absent."""
     movements: Mapping[str, float] = field(default_factory=dict)
-    """How far each layer has moved since, relative to its norm; only at a save, and if the policy ``measures``."""
+    """How far each layer moved since then, relative to its norm; set only at a save, if the policy ``measures``."""
     weighted_movements: Mapping[str, float] = field(default_factory=dict)
-    """Its movement with elements weighted by the size of their gradients, relative to the model; see `Movements`."""
+    """Movements with elements weighted by the size of their gradients, relative to the model; see `Movements`."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """The bytes that writing each layer takes; given under the same conditions."""
+    """The bytes that writing each layer takes; set only when ``movements`` is."""
 
 
 @runtime_checkable
@@ -37,24 +37,24 @@ class Policy(Protocol):
     """
     Which layers are due at a save.
 
-    Your own policy is any object with a name, parameters and this method. Three attributes are optional:
+    Your own policy is any object with a name, parameters and the method ``due``. Three attributes are optional:
 
     - ``by_number = True``: over a history, ``due`` needs no ``ages``. They are then empty, and a composite looks back
-      only until every layer has its save. At a save, they are filled in nevertheless. For a partial save that the
-      policy itself made, ``due`` is not called again: the record says what was due.
+      only until every layer has its save. At a save, ``ages`` is filled in nevertheless. For a partial save that the
+      policy itself made, ``due`` is not called again: the record lists the layers that were due.
     - ``measures = True``: at a save, ``movements``, ``weighted_movements`` and ``sizes`` are filled in. Over a history
       they are always empty.
-    - ``anchored(number, saved)`` returns the policy with its phase set by a composite's base; *saved* is what the
-      policy itself saved there, None for a full checkpoint. At a save it is called with 0 and None.
+    - ``anchored(number, saved)`` returns the policy with its phase set by a composite's base, save *number*; *saved* is
+      what the policy itself saved at the base, None for a full checkpoint. At a save, the arguments are 0 and None.
     """
 
     @property
     def name(self) -> str:
-        """The name that records use for it."""
+        """The policy's name in records."""
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
-        """Its settings, for the record: text, numbers and lists."""
+        """The policy's settings, for the record: text, numbers and lists."""
 
     def due(self, save: Save) -> Collection[str]:
         """Return the layers to write at *save*."""
@@ -62,14 +62,14 @@ class Policy(Protocol):
 
 class OwnPolicy(Policy, Protocol):
     """
-    A policy of ours, made without arguments; its fields say what its settings are (`Setting`).
+    One of our own policies, which can be made without arguments; its fields describe its settings (`Setting`).
 
-    It may have ``small``, its settings for a model of a few blocks, where the usual settings would save most blocks.
+    It may have ``small``: settings for a model of few blocks, where the usual settings would save most of the blocks.
     """
 
     name: str
     composed: str
-    """Which layers a composite has, in a line of ``compose --help``."""
+    """One line of ``compose --help``: where a composite's layers come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Latest:
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
-        """Nothing: there is nothing to set."""
+        """Empty: this policy has no settings."""
         return {}
 
     def due(self, save: Save) -> frozenset[str]:
@@ -91,7 +91,7 @@ class Latest:
 
 
 def due_layers(policy: Policy, save: Save) -> frozenset[str]:
-    """Return what *policy* says is due; raise InvalidInput if it names a layer that does not exist."""
+    """Return the layers that *policy* makes due; raise InvalidInput if one of them does not exist."""
     due = frozenset(policy.due(save))
     strangers = due - set(save.layers)
     if strangers:
@@ -103,7 +103,7 @@ def due_layers(policy: Policy, save: Save) -> frozenset[str]:
 
 
 def anchored(policy: Policy, number: int, saved: frozenset[str] | None = None) -> Policy:
-    """Return *policy* with its phase, if any, set by the save *number*, at which it *saved* these layers."""
+    """Return *policy* with its phase, if it has one, set by the save *number*, at which it saved the layers *saved*."""
     anchor = getattr(policy, "anchored", None)
     if anchor is None:
         return policy
@@ -119,7 +119,7 @@ class PastSave(Protocol):
 
     @property
     def save_number(self) -> int:
-        """Its number in its run's history, counted from 0."""
+        """The save's number in its run's history, counted from 0."""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class PastSave(Protocol):
 
     @property
     def counted(self) -> Sequence[bool]:
-        """For every layer, whether the optimizer had counted an update of it."""
+        """For every layer, whether the optimizer had counted an update of that layer."""
 
 
 def replay_policy(
@@ -161,7 +161,7 @@ def _newest_due(
         if position == 0:
             waiting = dict.fromkeys(save.layer_names, 0)
             needs_count = {layer for layer, is_counted in counted.items() if is_counted}
-        # Here it did not exist, or had no update yet: use the oldest complete save that was seen.
+        # At this save, the layer did not exist or had no update yet: use the oldest complete save seen so far.
         for layer in [layer for layer in waiting if layer not in counted or counted[layer] < (layer in needs_count)]:
             newest[layer] = waiting.pop(layer)
         for layer in waiting:
@@ -191,7 +191,7 @@ def _forward(
         if due is None:
             ages = {layer: number - numbers[layer] for layer in layers if layer in numbers}
             due = due_layers(policy, Save(number=number, layers=layers, ages=ages))
-        # A version from before the optimizer's first update cannot stand in for a later one.
+        # A version from before the optimizer's first update cannot replace a later one.
         for layer in due | {layer for layer in layers if layer not in newest}:
             if counted[layer] >= (layer in needs_count):
                 newest[layer], numbers[layer] = position, number

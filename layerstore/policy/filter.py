@@ -1,7 +1,7 @@
 """
-``filter``: the ends of every stack and the norms at every save, and a rotating share of the rest at every n-th.
+``filter``: the ends of every stack and the norms at every save, and a rotating share of the rest at every n-th save.
 
-The first and last blocks move most; those in between can wait.
+The first and last blocks move most; the blocks in between can wait.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ class Filter:
     """
     Some layers at every save, the others in turns.
 
-    Always: the first and last two blocks of each stack, and the norms; at every fifth save also half of the rest, in
-    rotation.
+    By default, the first and last two blocks of each stack and the norms are always due, and at every fifth save also
+    half of the rest, in rotation.
     """
 
     first: Annotated[int, Setting("blocks always due at the start", metavar="N")] = 2
@@ -73,7 +73,7 @@ class Filter:
         }
 
     def due(self, save: Save) -> frozenset[str]:
-        """Return what is always due and, at a turn, its share of the rest."""
+        """Return the layers that are always due and, at a turn, that turn's share of the rest."""
         parts = anatomy(save.layers)
         always = parts.ends(self.first, self.last) | norms(parts.auxiliary)
         if self.aux == "always":
@@ -83,7 +83,7 @@ class Filter:
         rest = [layer for layer in save.layers if layer not in always]
         if not rest:
             return always
-        # The window moves by its own length, so every layer gets its turn.
+        # The window moves by its own length at each turn, so every layer gets its turn.
         length = -(-len(rest) * self.share.numerator // self.share.denominator)
         start = save.number // self.every * length
         return always | {rest[(start + offset) % len(rest)] for offset in range(length)}

@@ -1,7 +1,7 @@
 """
-Retention rules like those of backup tools: a commit stays if any rule names it.
+Retention rules like those of backup tools: a commit stays if any rule keeps it.
 
-Pure: everything that the rules use is passed in.
+The rules are pure: everything that they use is passed in.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Best:
 
     @property
     def reason(self) -> str:
-        """The reason to show for a commit that it keeps."""
+        """The reason to show for a commit that this rule keeps."""
         return f"{'smallest' if self.direction == 'min' else 'largest'} {self.metric}"
 
     @classmethod
@@ -61,7 +61,7 @@ class Best:
         (Best(metric='eval_loss', count=3, direction='min'), Best(metric='eval/accuracy', count=1, direction='max'))
 
         Raises:
-            InvalidInput: It has another form, or nothing says whether the metric is best when small or large.
+            InvalidInput: The form is wrong, or it is unknown whether small or large values of the metric are best.
         """
         match = _BEST_IN_FULL.fullmatch(text) or _BEST.fullmatch(text)
         if match is None:
@@ -100,7 +100,7 @@ _LARGE |= {"mrr", "ndcg", "recall", "precision"}
 
 
 def _direction(metric: str) -> Direction | None:
-    """Return whether small or large is best, by the last word of a metric's name; None if it does not say."""
+    """Return whether small or large is best, by the last word of the metric's name; None if that word is unknown."""
     word = re.split(r"[^a-z0-9]+", metric.lower())[-1]
     words = {word, word.removesuffix("s")} if not word.endswith("ss") else {word}
     if words & _SMALL or word.endswith("loss"):
@@ -121,31 +121,31 @@ class Candidate:
     step: int
     time_ns: int
     is_in_history: bool
-    """Whether it is in the history of the run's newest attempt."""
+    """Whether the commit is in the history of the run's newest attempt."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What training measured at its step."""
+    """The metrics that training measured at the commit's step."""
 
 
 @named_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """
-    Which commits of each run a collection keeps: those that any rule names.
+    Which commits of each run a collection keeps: those that any rule selects.
 
-    A run's newest commit is always kept; without rules, all are.
+    A run's newest commit is always kept; without rules, all commits are.
     """
 
     last: int | None = None
     """Keep this number of the newest commits."""
     every: int | None = None
-    """Keep commits whose step is a multiple of this."""
+    """Keep commits whose step is a multiple of this number."""
     within: str | timedelta | None = None
-    """Keep commits no older than this: ``14d``."""
+    """Keep commits no older than this duration, such as ``14d``."""
     best: str | Best | None = None
     """Keep the best by ``METRIC[:N][:min|max]``, as training measured the metric at their step."""
 
     drop_optimizer_older_than: int | None = None
-    """Commits more than this many steps behind their run's newest lose their moments but keep their weights."""
+    """Commits more than this many steps older than their run's newest lose their moments but keep their weights."""
 
     def __post_init__(self) -> None:
         numbers = {
@@ -179,7 +179,7 @@ class Keep:
         return any(rule is not None for rule in (self.last, self.every, self.within, self.best))
 
     def reasons(self, candidates: Iterable[Candidate], *, now_ns: int) -> dict[str, tuple[str, ...]]:
-        """Return, for each of *candidates* (newest first), the rules that keep it; none if it may go."""
+        """Return, by id, the reasons to keep each of *candidates* (newest first); none if it may be removed."""
         candidates = list(candidates)
         history = [candidate for candidate in candidates if candidate.is_in_history]
         named: dict[str, list[str]] = {candidate.id: [] for candidate in candidates}
@@ -219,5 +219,5 @@ def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best candidates, preferring newer ones on ties; ignores non-finite values."""
     sign = 1 if best.direction == "min" else -1
     valued = [candidate for candidate in candidates if math.isfinite(candidate.metrics.get(best.metric, math.nan))]
-    # Candidates come newest first, and the sort is stable: among equals, the newer is kept.
+    # Candidates come newest first, and the sort is stable: among equals, the newer comes first.
     return sorted(valued, key=lambda candidate: sign * candidate.metrics[best.metric])[: best.count]

@@ -17,8 +17,8 @@ class Parity:
     """
     Half of the layers at each save, in turns.
 
-    One save: even blocks and the output side (norm, head); the next: odd blocks and the input side (embeddings). In a
-    model without numbered blocks every other layer.
+    Saves alternate between the even blocks with the output side (norm, head), and the odd blocks with the input side
+    (embeddings). In a model without numbered blocks, each half is every other layer.
     """
 
     fresh: Annotated[
@@ -26,8 +26,8 @@ class Parity:
         Setting("the half of the base; at ingest, of the first save", default="even"),
     ] = None
     """
-    The half that a composite's base supplies if it is a full save, or a run's first save; by default the even one. A
-    base that was itself saved by parity supplies the half that it saved.
+    The half that a composite's base supplies if the base is a full save, or the half of a run's first save; by default
+    the even one. A base that was itself saved by parity supplies the half that it saved.
     """
     _shift: int = 0
     """Added to the save's number; set by ``anchored``."""
@@ -45,7 +45,7 @@ class Parity:
         return {} if self.fresh is None else {"fresh": self.fresh}
 
     def anchored(self, number: int, saved: frozenset[str] | None = None) -> Self:
-        """Return the policy under which save *number* takes the half that it *saved*, or else the fresh one."""
+        """Return the policy under which save *number* takes the half in *saved* or, if None, the fresh half."""
         fresh = self.fresh or "even"
         if saved is not None:
             halves = Counter((block_index(block) or 0) % 2 for block in anatomy(tuple(saved)).blocks)

@@ -17,23 +17,23 @@ EXACT = "exact"
 """Not a policy but a requirement for a composite: every layer from exactly this step."""
 
 LATEST = "latest"
-"""What ``full`` is called as a choice of a composite."""
+"""The name of ``full`` as a composite's policy."""
 
 OURS: tuple[type[OwnPolicy], ...] = (Latest, Parity, Filter, Drift)
 """Our own policies, in the order of ``--help``."""
 
 PREDICTABLE: tuple[Policy, ...] = tuple(policy() for policy in OURS if not getattr(policy, "measures", False))
-"""Those that need no measurement: their choice is known over any history, or from the model alone."""
+"""Our policies that need no measurement: their choice is known for any history, or from the model alone."""
 
 SELECTIVE: tuple[Policy, ...] = tuple(policy for policy in PREDICTABLE if policy != Latest())
-"""Of these, those whose composites are not just commits: reports and collections consider them by default."""
+"""The predictable policies whose composites are not just commits: reports and collections consider them by default."""
 
 _BY_NAME: dict[str, type[OwnPolicy]] = {LATEST: Latest, **{policy.name: policy for policy in OURS}}
 
 
 def policy_named(text: str, settings: Mapping[str, object] | None = None) -> Policy:
     """
-    Make the policy that *text* names, as ``name`` or ``name:key=value,…``, ours or installed, with more *settings*.
+    Make the policy *text*, ``name`` or ``name:key=value,…``, ours or installed; *settings* adds more settings.
 
     >>> policy_named("filter:every=10,aux=always").parameters["every"]
     10
@@ -66,18 +66,18 @@ def _unknown(name: str) -> InvalidInput:
 
 
 def chosen_policy(given: object) -> Policy:
-    """Return *given* if it is a policy, or the policy that it names, like ``filter:every=10``; else InvalidInput."""
+    """Return *given*, or make the policy from text like ``filter:every=10``; raise InvalidInput for anything else."""
     return policy_named(given) if isinstance(given, str) else _checked(given)
 
 
 def is_ours(policy: Policy) -> bool:
-    """Whether *policy* is one of ours, which decide only from their arguments."""
+    """Whether *policy* is one of ours, whose decisions depend only on their arguments."""
     return type(policy) in OURS
 
 
 def names() -> list[str]:
     """Return the names of all policies, installed ones included."""
-    from importlib.metadata import entry_points  # here, since it takes longer to import than all policies
+    from importlib.metadata import entry_points  # not at the top: it takes longer to import than all policies together
 
     return sorted({*_BY_NAME, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
 
@@ -91,7 +91,7 @@ def _checked(policy: object) -> Policy:
 
 
 def _read(name: str, make: object, given: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings *given*, text parsed as the fields say; raise InvalidInput if *make* has no such setting."""
+    """Return *given* with text parsed as the fields say; raise InvalidInput for a setting that *make* lacks."""
     ours = {own: settings_of(policy) for own, policy in _BY_NAME.items()}
     unknown = sorted(given.keys() - ours[name].keys()) if name in ours else []
     if unknown:
@@ -101,7 +101,7 @@ def _read(name: str, make: object, given: Mapping[str, object]) -> dict[str, obj
             f"policy {name!r} has no setting {unknown[0]!r}",
             hint=did_you_mean(nearest(unknown[0], list(ours[name])), else_=else_),
         )
-    # If an installed policy's fields say nothing, a value is parsed like our setting of that name.
+    # If an installed policy has no such field, a value is parsed like our own setting of the same name.
     known = {key: setting for settings in (*ours.values(), settings_of(make)) for key, setting in settings.items()}
     return {key: known[key].value(value) if key in known else value for key, value in given.items()}
 

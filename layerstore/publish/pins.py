@@ -1,4 +1,4 @@
-"""Pins: a user's names for commits. Each holds the whole record, so it outlives the commit."""
+"""Pins: a user's names for commits. Each pin holds the whole record, so it outlives the commit."""
 
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, LayerstoreError
 from layerstore.history import Resolved, reference_to
@@ -9,7 +9,7 @@ from layerstore.storage import Repository
 
 
 def check_pin_name(repo: Repository, name: str) -> None:
-    """Raise InvalidInput or Conflict if *name* can never name a pin."""
+    """Raise InvalidInput or Conflict if *name* can never be a pin's name."""
     check_name(name, what="the pin's name")
     if repo.records.names(name):
         raise Conflict(f"{name!r} is the name of a run; runs and pins share their names", hint="choose another name")
@@ -26,7 +26,7 @@ def check_pin_free(repo: Repository, name: str, *, run: str, step: int) -> None:
 
 
 def check_pin_means(repo: Repository, name: str, commit: CommitId) -> None:
-    """Raise AlreadyExists if the pin *name*, which is about to be made for *commit*, already means another one."""
+    """Raise AlreadyExists if the pin *name*, about to be made for *commit*, already exists for another commit."""
     if name in repo.records.pin_names():
         old = repo.records.read_pin(name)
         if old.base != commit:
@@ -35,7 +35,7 @@ def check_pin_means(repo: Repository, name: str, commit: CommitId) -> None:
 
 def _taken(repo: Repository, name: str, old: CommitRecord) -> AlreadyExists:
     return AlreadyExists(
-        f"pin {name!r} means {reference_to(repo, old)} already",
+        f"pin {name!r} already refers to {reference_to(repo, old)}",
         hint=f"layerstore pin --delete {typed(name)}, or choose another name",
     )
 
@@ -45,7 +45,7 @@ def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
     Pin *resolved* as *name*.
 
     Raises:
-        AlreadyExists: The pin exists and means something else.
+        AlreadyExists: The pin exists and refers to something else.
         Conflict: A run has this name.
     """
     repo.prepare_saving()
@@ -64,7 +64,7 @@ def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
         if (old.record, old.base) == (new.record, new.base):
             return old
         raise _taken(repo, name, old.record)
-    # Two hosts that pin the same name at once both come here; linking the pin has one winner.
+    # Two hosts that make the same pin at once both get this far, but only one can link it.
     with Transaction(repo) as tx:
         tx.pin(new)
     return new
@@ -75,10 +75,10 @@ def delete_pin(repo: Repository, name: str) -> bool | None:
     Delete the pin *name*; return whether its commit is visible, None if the pin could not be read.
 
     Raises:
-        NotFound: There is none.
+        NotFound: The pin does not exist.
     """
     repo.prepare_saving()
-    shows = shows_pinned(repo, name)  # before it is deleted: only the pin knows its commit
+    shows = shows_pinned(repo, name)  # before the pin is deleted: nothing else records its commit
     repo.records.delete_pin(name)
     return shows
 

@@ -1,4 +1,4 @@
-"""Joint commits: each rank leaves its share as a part, and one rank joins the parts into a commit."""
+"""Joint commits: each rank writes its share as a part, and one rank joins the parts into a commit."""
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -62,10 +62,10 @@ class JointCommit:
     layout: Callable[[], SourceLayout]
     """Returns the layout of the folder, once the folder is complete."""
     is_dcp: bool = False
-    """Whether the commit is one of ``torch.distributed.checkpoint``."""
+    """Whether ``torch.distributed.checkpoint`` made the commit."""
     precision: Precision = PRECISIONS["exact"]
     compact: frozenset[str] = frozenset()
-    """The layers to keep in *precision*, if there is an older version to refer to; the rest is kept exactly."""
+    """The layers to keep in *precision* if an older version exists to refer to; all others are kept exactly."""
     pin: str | None = None
     """The name to pin the commit as."""
 
@@ -86,13 +86,13 @@ def write_share(
     repo: Repository, joint: JointCommit, reader: Reader, *, frozen: FrozenWeights, older: OlderVersions
 ) -> Part:
     """
-    Store a rank's share, leave its part, and return the part.
+    Store a rank's share, write its part, and return the part.
 
-    Frozen weights are read once: *frozen* keeps their objects while the marks stay the same and the store has them.
-    Compact layers refer to their versions in *older*; layers without a version there are kept exactly.
+    Frozen weights are read once: an object in *frozen* is reused while its mark is unchanged and the store has it.
+    Compact layers refer to their versions in *older*; layers without a version in *older* are kept exactly.
 
     Raises:
-        Overtaken: An object was removed before the part was there.
+        Overtaken: An object was removed before the part was visible.
         IntegrityError: An object that a compact layer refers to is damaged.
         Unsupported: A compact layer has numbers that cannot be coded.
     """
@@ -100,7 +100,7 @@ def write_share(
     due = [layer for layer in share.layers if layer.layer in joint.due]
     compact = _compact_layers(joint, due, older)
     with Transaction(repo, past_cache=True) as tx:
-        # The pool frees a copy once it has been read.
+        # The pool frees each copy of a tensor after one read.
         staging = Staging(tx.objects, reader, source="the engine", checksums=Checksums(), reads_once=True)
         sharing = _Sharing(joint, staging, tx.objects, frozen, compact)
         staged = {}
@@ -121,7 +121,7 @@ def write_share(
             bytes_reused=tx.objects.bytes_reused,
         )
         tx.leave(part)
-    # Only now that the part is there: differences must not refer to masters that this transaction may discard.
+    # Only once the part is visible: differences must not refer to masters that this transaction may discard.
     for layer in due:
         masters = tuple(stored for stored in staged[layer.layer] if stored.kind is Kind.MASTER and not stored.is_coded)
         if masters:
@@ -131,10 +131,10 @@ def write_share(
 
 def copy_share(near: Repository, repo: Repository, part: Part) -> None:
     """
-    Copy *part* and everything that it names from the node's store *near* to *repo*.
+    Copy *part* and everything that it references from the node's store *near* to *repo*.
 
     Raises:
-        Overtaken: An object was removed meanwhile; repeat the call.
+        Overtaken: An object was removed during the copy; repeat the call.
         IntegrityError: An object in *near* is damaged.
     """
     assert part.state is not None, "it did not fail"
@@ -143,7 +143,7 @@ def copy_share(near: Repository, repo: Repository, part: Part) -> None:
         for ref in (*named, *named_by(near, part.state)):
             if not tx.objects.reuse(ref):
                 tx.objects.copy(ref, near.objects)
-        # The state blob after the objects that it names: in its place, it promises that they can be found.
+        # The state blob comes after the objects that it references: its presence promises that they exist.
         tx.objects.put(near.objects.read(part.state), part.state)
         tx.leave(part)
 
@@ -152,9 +152,9 @@ def copy_commit(
     near: Repository, repo: Repository, commit: Commit, parts: Sequence[Part], *, own: set[CommitId], after: int | None
 ) -> None:
     """
-    Make *commit* of the node's store *near* visible in *repo*, where all ranks have left their *parts* of it.
+    Make *commit* from the node's store *near* visible in *repo*, which already has all ranks' *parts* of the commit.
 
-    *own* has the ids of this job's commits. Any other commit of the same attempt after the step *after* is a conflict.
+    *own* lists this job's commit ids. Any other commit of the same attempt after the step *after* is a conflict.
 
     Raises:
         InheritedLayerLost: A version that *commit* inherits is gone from *repo*.
@@ -241,8 +241,8 @@ class _Sharing:
 
 
 def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
-    """Leave a part that reports this rank's failure; does nothing if its share is there, as it may have been joined."""
-    # A draft left behind would keep its objects until the session has been idle for a day.
+    """Write a part that reports this rank's failure, unless the rank's share exists: it may already be joined."""
+    # An abandoned draft would keep its objects until the session has been idle for a day.
     repo.parts.withdraw(joint.session, joint.save, joint.share.rank)
     repo.parts.publish(replace(_empty_part(joint), failure=why or "it failed"))
 
@@ -255,21 +255,21 @@ class GivenUp(LayerstoreError):
 
 
 class InheritedLayerLost(GivenUp):
-    """A layer to be inherited was collected: resuming from an old step does not protect that step's layers."""
+    """An inherited layer was collected: resuming from an old step does not protect that step's layers."""
 
 
 def parts_of(repo: Repository, joint: JointCommit, known: dict[int, Part]) -> list[Part] | None:
     """
-    Return the parts of all ranks; None while some are missing. Those in *known*, by rank, are not read again.
+    Return the parts of all ranks; None while some are missing. Parts in *known*, by rank, are not read again.
 
     Raises:
         GivenUp: A rank has failed.
     """
-    # List the folder: if an NFS client looks a name up too early, it reports the name missing for up to a minute.
+    # List the folder: an NFS client that looks up a name too early reports it as missing for up to a minute.
     listed = repo.parts.ranks(joint.session, joint.save)
     for rank in sorted(listed.intersection(range(joint.share.world_size)) - known.keys()):
         part = repo.parts.find(joint.session, joint.save, rank)
-        # No state: the rank failed, and left the reason in place of its share.
+        # A part without state means that the rank failed; the part holds the reason instead of a share.
         if part is not None and part.state is None:
             raise GivenUp(f"step {joint.step} is given up: rank {rank} could not write its share: {part.failure}")
         if part is not None:
@@ -288,12 +288,12 @@ def join(
     """
     Join *parts* into a commit and publish it; layers that are not due are *inherited*.
 
-    *own* has the ids of all commits that this job has tried to publish; the id of this one is added.
+    *own* lists the ids of all commits that this job has tried to publish; this commit's id is added.
 
     Raises:
         Conflict: Another job saves the same attempt to the same bucket.
         InheritedLayerLost: A layer to be inherited was collected.
-        GivenUp: A layer is neither due nor inherited, because the save that had it was given up; or a part is gone.
+        GivenUp: A part is gone; or a layer is neither due nor inherited, because the save that stored it was given up.
         LayoutMismatch: The ranks have saved different models.
     """
     for part in parts:
@@ -339,8 +339,8 @@ def join(
             losses=losses,
         )
         try:
-            # The parts must be there before the version blobs are linked and, as `commit` checks, after the record is:
-            # until then, only the parts make collections keep what the ranks wrote.
+            # Until the record is linked, only the parts make collections keep what the ranks wrote. So the parts must
+            # exist before the version blobs are linked and, as `commit` checks, still exist after the record is.
             tx.trust(parts)
             _check_alone(repo, record, own, after=joint.place.after)
             return tx.commit(record, observed=observed).commit
@@ -352,15 +352,15 @@ def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, 
     """
     Add *record* to *own*; raise Conflict if another job has saved the same attempt since the step *after*.
 
-    On a disk a lock prevents that. Hosts that save to a bucket do not see each other's locks.
+    On a disk, a lock prevents such saves. Hosts that save to a bucket do not see each other's locks.
     """
-    own.add(commit_id(record))  # first: the record may be there even if the server's answer is lost
+    own.add(commit_id(record))  # first: the record may exist even if the server's answer is lost
     if repo.remote is None:
         return
     repo.records.refresh(run=record.run)
     view = repo.catalog.find(record.run)
     for row in [] if view is None else view.of_attempt(record.attempt):
-        # Up to the step *after*, it may be an older commit that was restored.
+        # A commit up to the step *after* may be an older one that was restored.
         if row.id not in own and (after is None or row.step > after):
             raise Conflict(
                 f"step {record.step} is given up: another job saves attempt {record.attempt} of run {record.run!r} too "
@@ -370,7 +370,7 @@ def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, 
 
 def _can_inherit(entry: LayerEntry | None, layer: LayerSource) -> bool:
     """Whether *layer* can inherit *entry*."""
-    # A version from before the first update has no moments; a later commit must not inherit that.
+    # A version from before the first update has no moments; a later commit must not inherit such a version.
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 

@@ -1,7 +1,7 @@
 """
 Timings of saves, one line each under ``stats/RUN/``. Advisory: no answer depends on them.
 
-The first rank of each saver appends to a file of its own. Damaged or torn lines are skipped.
+The first rank of each saver appends to its own file. Damaged or torn lines are skipped.
 """
 
 import json
@@ -36,11 +36,11 @@ class SaveTiming:
     copied_bytes: int
     """Bytes copied from this rank's memory."""
     written_bytes: int
-    """Bytes that the store did not have yet."""
+    """Bytes that were new to the store."""
     layers_saved: int
     layers: int
     queued: int
-    """Saves of this rank that were still being written when this one began."""
+    """How many earlier saves of this rank were still being written when this save began."""
     failure: str
     """Why the save was given up; empty if it was not."""
     commit: str = ""
@@ -72,7 +72,7 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
     try:
         data = repo.files.read(repo.layout.stats / run / name, size_bytes_max=RECORD_BYTES_MAX)
     except LayerstoreError:
-        return  # too long, or unreadable: no answer depends on it
+        return  # too long or unreadable: no answer depends on timings
     for line in data.splitlines():
         timing = _timing(line)
         if timing is not None and timing.run == run:
@@ -81,9 +81,9 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 
 def _timing(line: bytes) -> SaveTiming | None:
     try:
-        values: Any = {"commit": "", "precision": "exact", **parse_json(line)}  # older savers left these out
+        values: Any = {"commit": "", "precision": "exact", **parse_json(line)}  # older savers omit these two
         if not (isinstance(values["attempt"], int) and isinstance(values["step"], int)):
-            return None  # timings are sorted by these
+            return None  # timings are keyed by these two
         return SaveTiming(**{field.name: values[field.name] for field in fields(SaveTiming)})
     except (ValueError, KeyError, TypeError):
         return None

@@ -3,13 +3,13 @@ The transaction: records, parts and pins become visible only here.
 
     with Transaction(repo) as tx:
         tx.objects.put(data, ref)     # staged and synced in tmp/, or found in the store and touched
-        tx.inherit(entry)             # a version that an earlier commit names
-        tx.commit(record)             # link the objects, sync, link the record, look at all that it names
+        tx.inherit(entry)             # a version that an earlier commit references
+        tx.commit(record)             # link the objects, sync, link the record, check everything that it references
 
-No lock is taken against collections. A writer touches what it names, links its record, and then looks; a collection
-moves objects aside, and then looks. Whichever comes first, one of them sees the other (docs/internals/durability.md). A
-transaction that finds an object missing undoes its own record and says "repeat the command"; it never repairs
-another record.
+No lock is taken against collections. A writer touches its objects, links its record, and then checks the objects; a
+collection moves objects aside, and then checks for new records. Whichever comes first, one of them sees the other
+(docs/internals/durability.md). A transaction that finds an object missing undoes its own record and raises an error
+with the hint "repeat the command"; it never repairs another record.
 """
 
 import time
@@ -30,12 +30,12 @@ class Published:
 
     commit: Commit
     is_new: bool
-    """False if the same record was there already."""
+    """False if the same record already existed."""
 
 
 class Transaction:
     """
-    One record, part or pin on its way into the store, with all that it names.
+    One record, part or pin on its way into the store, with everything that it references.
 
     As a context manager it removes objects that were staged but never linked. *past_cache* and *reads_reused* are as
     in `ObjectWriter`.
@@ -55,14 +55,14 @@ class Transaction:
 
     def inherit(self, entry: LayerEntry) -> None:
         """
-        Name the version of *entry*, which an earlier commit already names.
+        Reference the version of *entry*, which an earlier commit already references.
 
         Raises:
-            Overtaken: The version is gone, or one of its objects is.
+            Overtaken: The version or one of its objects is gone.
             IntegrityError: The version or one of its objects is damaged.
         """
         try:
-            # One touch is enough if the blob is in its place: collections keep what a young blob names.
+            # If the blob is at its own path, touching it is enough: collections keep what a young blob references.
             is_there = self.objects.claim(entry.version) or self._reuse(entry.version)
         except IntegrityError as exc:
             raise IntegrityError(
@@ -77,7 +77,7 @@ class Transaction:
             )
 
     def keep(self, record: CommitRecord) -> None:
-        """Name all versions and states of *record*, which are in the store already; raises as `inherit` does."""
+        """Reference all versions and states of *record*, which the store already has; raises as `inherit` does."""
         for entry in record.layers:
             self.inherit(entry)
         for state in record.states:
@@ -89,9 +89,9 @@ class Transaction:
 
     def trust(self, parts: Sequence[Part]) -> None:
         """
-        Name everything that *parts* (of one save) name, without looking at it.
+        Rely on everything that *parts* (of one save) reference, without checking that it exists.
 
-        Each rank looked before it left its part, and collections keep what a part names.
+        Each rank checked that before it wrote its part, and collections keep what a part references.
 
         Raises:
             Overtaken: A part is gone.
@@ -101,7 +101,7 @@ class Transaction:
 
     def _check_parts(self) -> None:
         if self._parts:
-            # One listing, however many ranks there are: a look at each part would cost a thousand calls.
+            # One listing for all ranks: looking up each part would take a call per rank, perhaps a thousand.
             listed = self._repo.parts.ranks(self._parts[0].session, self._parts[0].save)
             gone = sorted({part.rank for part in self._parts} - listed)
             if gone:
@@ -112,13 +112,13 @@ class Transaction:
 
     def _reuse(self, blob: BlobRef) -> bool:
         """
-        Reuse *blob*, which is not in its place, and each object that it names: a collection may be removing them all.
+        Reuse *blob*, which is not at its own path, and its objects: a collection may be removing them all.
 
-        Return whether all are there; raise IntegrityError if one is damaged.
+        Return whether all of them exist; raise IntegrityError if one is damaged.
         """
         if self._repo.objects.find(blob) is None:
             return False
-        # The blob comes last: once it is in its place, its objects must be there.
+        # The blob comes last: once it is back at its path, its objects must exist.
         return all(map(self.objects.reuse, named_by(self._repo, blob))) and self.objects.reuse(blob)
 
     def commit(self, record: CommitRecord, *, observed: Observed | None = None) -> Published:
@@ -129,37 +129,37 @@ class Transaction:
 
         Raises:
             Overtaken: An object is gone: a collection won the race because this process slept for longer than the
-                grace, or somebody deleted files. The record was unlinked again, unless it was there before.
+                grace, or somebody deleted files. The record was unlinked again, unless it already existed.
             Unsupported: The store was migrated since it was opened.
         """
         repo = self._repo
-        # The objects first: a crash after this leaves objects that no record names, never the reverse.
+        # The objects first: a crash after this leaves objects without a record, never a record without its objects.
         self.objects.publish()
         commit = make_commit(record, observed or self.observed())
         identity = repo.records.link(commit)
         try:
-            # After the link: a collection that marked before the link has not seen what the record names.
+            # After the link: a collection that marked before the link has not seen what the record references.
             self._check_all_there(f"{record.run}@{record.step}")
         except LayerstoreError:
-            if identity is not None:  # else the same record was there before, and others may count on it
+            if identity is not None:  # None: the same record already existed, and others may rely on it
                 repo.records.withdraw(commit, identity)
                 repo.catalog.forget([repo.records.name_of(commit)])
             raise
-        # The index after the record: if this process dies in between, opening the store reads the record in.
+        # The index after the record: if this process dies in between, opening the store adds the record to the index.
         repo.catalog.add(commit)
-        # Last: what the record supersedes may go only once nothing can take the record back.
+        # Last: superseded records may go only once nothing can undo this one.
         retire(repo, commit)
         return Published(commit=commit, is_new=identity is not None)
 
     def leave(self, part: Part) -> None:
         """
-        Leave *part* for the rank that commits, with everything that it names durable.
+        Write *part* for the rank that commits, and make everything that it references durable.
 
         Raises as `commit` does, or StorageIO if a collection has removed the draft.
         """
         self.objects.publish()
-        # A draft, so that collections see what it names before this rank looks. The rename then tells the rank that
-        # commits that everything was still there after collections had begun to keep it.
+        # Written as a draft first, so that collections keep its objects before this rank checks them. The rename to a
+        # part then shows the committing rank that the objects still existed once collections had begun to keep them.
         self._repo.parts.draft(part)
         try:
             self._check_all_there(f"the share of rank {part.rank}")
@@ -177,21 +177,21 @@ class Transaction:
         try:
             self._check_all_there(f"pin {pin.name!r}")
         except LayerstoreError:
-            # It is ours: had the name been taken, linking it would have raised.
+            # The pin is ours: had the name been taken, `link_pin` would have raised.
             self._repo.records.delete_pin(pin.name)
             raise
 
     def observed(self) -> Observed:
-        """Return the time, and how much was staged and reused so far."""
+        """Return the time, and the bytes staged and reused so far."""
         return Observed(
             time_ns=time.time_ns(), bytes_new=self.objects.bytes_new, bytes_reused=self.objects.bytes_reused
         )
 
     def _check_all_there(self, name: str) -> None:
-        """Check that everything named is still there; link back what a collection has moved aside."""
+        """Check that everything referenced still exists; link back what a collection has moved aside."""
         self._check_parts()
         lost = self.objects.look_again()
-        # Inherited blobs were only touched; if one has been moved aside, its objects may have been, too.
+        # Inherited blobs were only touched; if one was moved aside, its objects may have been moved, too.
         lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
         if lost:
             raise Overtaken(
@@ -202,14 +202,14 @@ class Transaction:
 
 def retire(repo: Repository, commit: Commit) -> None:
     """Move the records that *commit* supersedes to the trash."""
-    # A crash in between is harmless: *commit* hides those that are still in their place.
+    # A crash in between is harmless: *commit* hides those that were not moved yet.
     for name in repo.records.names(commit.record.run) if commit.record.supersedes else ():
         if name.id in commit.record.supersedes and repo.trash.take_record(name):
             repo.catalog.forget([name])
 
 
 def republish(repo: Repository, commit: Commit) -> Published:
-    """Make *commit* visible again, unchanged; raises Overtaken if anything that it names is gone."""
+    """Make *commit* visible again, unchanged; raises Overtaken if anything that it references is gone."""
     with Transaction(repo) as tx:
         tx.keep(commit.record)
         return tx.commit(commit.record, observed=commit.observed)

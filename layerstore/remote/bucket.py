@@ -50,19 +50,19 @@ Chunks = Callable[[], Iterable[bytes | memoryview]]
 OBJECT_FOLDERS = tuple(f"objects/{prefix:02x}" for prefix in range(256))
 """The folders that hold objects."""
 COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
-"""Every collection leaves a mark here for a day."""
+"""Folders in which every collection leaves a mark for a day."""
 LISTED_AT_ONCE = 1000
 """How many names a server lists per request."""
 _QUICK_SECONDS = REMOTE_UPLOAD_SECONDS / 16
 """
-If an object of several small parts took less than this, two large parts, with eight times the bytes, fit into the
+If an upload in small parts takes less time than this, two large parts at once, with eight times the bytes, fit into the
 timeout of a request. On a slow line, parts stay small.
 """
 _REMOVED_AT_ONCE = 200
 _RANDOM = random.SystemRandom()
-"""Our own: the training program's generator must draw the same numbers with and without us."""
+"""Our own generator: the training program's must draw the same numbers with and without us."""
 
-# Answers, in the first line of obstore's message, after which a retry is pointless.
+# Answers of the server, found in the text of obstore's message, after which a retry is pointless.
 _REFUSED = re.compile(
     r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|AuthenticationFailed"
     r"|status: 40[13]|40[13] (Forbidden|Unauthorized)",
@@ -96,12 +96,12 @@ class _Download:
 
     def next_piece(self) -> memoryview:
         """Return the next bytes, empty at the end."""
-        for _ in range(2):  # a stream that ended early is replaced once
+        for _ in range(2):  # a stream that has ended is replaced once
             if self._stream is None:
                 self._stream = self._stream_of(self.at, self.end)
             stream, self._stream = self._stream, None  # stays None if this raises
             piece = memoryview(next(stream, b""))
-            # Kept only now: after an error or the end, the next call asks for the rest with a new request.
+            # Kept only now: after an error or the end, the next call requests the rest in a new stream.
             if piece:
                 self._stream = stream
                 self.at += len(piece)
@@ -113,16 +113,16 @@ class Bucket:
     """
     Names and bytes under one URL. Thread-safe, but not across a fork.
 
-    Names are as in a store: ``objects/ab/…``, with ``/``. Writes are atomic.
+    Names are the same as in a store: ``objects/ab/…``, with ``/``. Writes are atomic.
     """
 
     def __init__(self, url: str, *, may_make: bool = False, on_made: Callable[[str], None] = lambda _: None) -> None:
         """
-        Name the bucket; no request is sent yet. When it becomes a store, *on_made* is called with its URL.
+        Set up the bucket; no request is sent yet. When the bucket becomes a store, *on_made* is called with its URL.
 
         Raises:
             InvalidInput: *url* is not a bucket URL.
-            NoStore: It is a folder that does not exist, and *may_make* is not set.
+            NoStore: *url* is a folder that does not exist, and *may_make* is not set.
         """
         self.url = checked_url(url)
         self.on_made = on_made
@@ -131,7 +131,7 @@ class Bucket:
         self._retries = True
         self._report: Callable[[str], None] | None = None
         self._warned_until = 0.0
-        """No further warning until then: many requests fail at once for the same reason."""
+        """No further warning before this time: many requests fail at once for the same reason."""
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
@@ -145,7 +145,7 @@ class Bucket:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def read(self, name: str, *, size_bytes_max: int) -> bytes | None:
-        """Return the bytes of *name*, None if it does not exist; raises IntegrityError if there are too many."""
+        """Return the bytes of *name*, None if it does not exist; raises IntegrityError if it is too large."""
 
         def once() -> bytes:
             size_bytes, pieces = self._client.get(name)
@@ -164,11 +164,11 @@ class Bucket:
         """
         Yield *size_bytes* of *name* from *start*, in pieces; resumes after a dropped connection.
 
-        *is_whole* means that this is the whole object.
+        *is_whole* means that these bytes are the whole object.
 
         Raises:
-            NotFound: There is no such name.
-            IntegrityError: The object is shorter.
+            NotFound: *name* does not exist.
+            IntegrityError: The object is too short.
         """
         download = _Download(lambda at, end: self._stream(name, at, end, is_whole=is_whole), start, start + size_bytes)
         while download.at < download.end:
@@ -180,14 +180,14 @@ class Bucket:
             yield piece
 
     def _next_piece(self, name: str, download: _Download) -> memoryview:
-        """Return the next bytes of *name*, empty if the object is shorter; raises if only the answer ended early."""
+        """Return the next bytes of *name*, empty if the object ends here; raises if only the answer ended early."""
         piece = download.next_piece()
         if not piece and (self.size(name) or 0) >= download.end:
             raise ConnectionError("the answer ends early")
         return piece
 
     def _stream(self, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[Any]:
-        # If the range covers the whole object, some servers answer as if there had been no range.
+        # A range that covers the whole object is left out: some servers ignore it, and answer as without a range.
         stretch = None if is_whole and not start else (start, end)
         try:
             _, pieces = self._client.get(name, stretch)
@@ -201,7 +201,7 @@ class Bucket:
         return IntegrityError(f"{self._url_of(name)} is shorter than the {end} bytes that were expected")
 
     def look(self, name: str) -> Listed | None:
-        """Return the listing entry of *name*, None if there is none."""
+        """Return the listing entry of *name*, None if *name* does not exist."""
         return self._request(f"look at {name}", lambda: self._client.head(name))
 
     def size(self, name: str) -> int | None:
@@ -222,20 +222,20 @@ class Bucket:
         return sorted(entries, key=attrgetter("name"))
 
     def objects(self) -> "list[Listed]":
-        """Return all objects; lists the folders in parallel, since a listing comes a thousand names at a time."""
+        """Return all objects; lists the folders in parallel, since servers list only a thousand names per request."""
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="list") as pool:
             folders = pool.map(self.listed, OBJECT_FOLDERS)
             return [entry for entries in folders for entry in entries]
 
     def check_links(self) -> None:
-        """Raise IntegrityError if anything in it is a link, which only a folder can have."""
+        """Raise IntegrityError if a ``file://`` bucket contains a link; other buckets cannot."""
         if isinstance(self._client, Folder):
             self._request("list all of it", self._client.check)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def write(self, name: str, chunks: Chunks) -> None:
-        """Write what *chunks* yields as *name*, replacing any old content; if it raises, nothing is written."""
+        """Write the bytes from *chunks* as *name*, replacing any old content; if *chunks* raises, write nothing."""
 
         def once() -> bool:
             body, began = _body(chunks(), self._client.part_bytes), hours_on()
@@ -261,9 +261,9 @@ class Bucket:
 
     def create(self, name: str, data: bytes) -> None:
         """
-        Write *data* as *name* unless it exists. The caller reads it afterwards to see whose data is there.
+        Write *data* as *name* unless *name* exists. The caller reads it back to see which writer won.
 
-        Servers that do not support conditions overwrite it.
+        Servers that do not support conditional writes overwrite it.
         """
 
         def once() -> bool:
@@ -273,7 +273,7 @@ class Bucket:
         self._write(name, once)
 
     def remove(self, names: Sequence[str], *, until: float = math.inf) -> bool:
-        """Remove *names*, ignoring missing ones; return False if this could not be done by *until*."""
+        """Remove *names*, ignoring missing ones; return False if some were not removed before *until*."""
 
         def once(batch: Sequence[str]) -> bool:
             if hours_on() > until:
@@ -296,7 +296,7 @@ class Bucket:
         return all(self._request(f"remove {batch[0]}", partial(once, batch)) is not False for batch in batches)
 
     def now_ns(self) -> int:
-        """Return the time by the server's clock; writes a file to learn it."""
+        """Return the server's time, found by writing a file."""
         name = f"gc/clock-{_RANDOM.getrandbits(64):016x}"
         written_ns = self.mark(name)
         self.remove([name])
@@ -331,7 +331,7 @@ class Bucket:
         return f"{self.url.rstrip('/')}/{name}"
 
     def _request(self, doing: str, send: Callable[[], Answer]) -> Answer | None:
-        """Return what *send* returns, None if the name does not exist; retry transient failures."""
+        """Return the result of *send*, None if the name does not exist; retry transient failures."""
         self.check_process()
         tries = REMOTE_TRIES if self._retries else 1
         for attempt in range(1, tries + 1):
@@ -346,7 +346,7 @@ class Bucket:
             except Exception as exc:  # noqa: BLE001  # obstore's errors are recognised by name and text
                 problem = self._problem(doing, exc)
                 if problem is not None or attempt == tries:
-                    # Drop the cause: its text is long and may hold secrets from the endpoint's URL.
+                    # Drop the cause: its text is long and may contain secrets from the endpoint's URL.
                     raise problem or self._unavailable(doing, exc) from None
                 pause = REMOTE_PAUSE_SECONDS * 2 ** (attempt - 1) * _RANDOM.uniform(0.5, 1.5)
                 notice = RemoteNotice(
@@ -379,7 +379,7 @@ class Bucket:
         if _FULL.search(text):
             return StorageIO(f"{self.url}: cannot {doing}: no room is left", errno=errnos.EDQUOT, filename=self.url)
         if not kind.endswith("Error") or isinstance(exc, (TypeError, ValueError, AttributeError, MemoryError)):
-            return exc  # a bug of ours, or no memory for a thread
+            return exc  # a bug in our code, or no memory for a thread
         return None if kind in _PASSING else self._unavailable(doing, exc)
 
     def _unavailable(self, doing: str, exc: Exception) -> StorageIO:
@@ -398,7 +398,7 @@ class Bucket:
 
 def _interruptible(send: Callable[[], Answer]) -> Answer:
     """
-    Return what *send* returns; the main thread stays responsive to signals meanwhile.
+    Return the result of *send*; the main thread handles signals in the meantime.
 
     Python handles signals between bytecodes, and a call into obstore may block for minutes.
     """
@@ -417,13 +417,13 @@ def _interruptible(send: Callable[[], Answer]) -> Answer:
 
 
 def in_parallel(pool: Executor, work: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Do *work* on all *items*; if one fails, raise only once nothing is running any more."""
+    """Do *work* on all *items*; if one fails, raise only once the others have ended."""
     futures = [pool.submit(work, item) for item in items]
     try:
         for future in futures:
             future.result()
     except BaseException:
-        # Wait for the rest: the caller may close files or discard drafts that they still use.
+        # Wait for the rest: the caller may close files or discard drafts that running work still uses.
         for future in futures:
             future.cancel()
         wait(futures)
@@ -439,9 +439,9 @@ def _client_of(url: str, *, may_make: bool) -> Cloud | Folder:
 
 def _body(chunks: Iterable[bytes | memoryview], part_bytes: int) -> bytearray | Iterator[bytes | bytearray]:
     """
-    Return *chunks* joined if they fit into one part, since a multipart upload takes three requests; else one by one.
+    Return *chunks* joined if they fit into one part (a multipart upload takes three requests), otherwise one by one.
 
-    Each chunk is copied once, because obstore keeps it until it is sent.
+    Each chunk is copied once, because obstore keeps the chunk until it is sent.
     """
     rest = iter(chunks)
     first = bytearray()
@@ -453,6 +453,6 @@ def _body(chunks: Iterable[bytes | memoryview], part_bytes: int) -> bytearray | 
 
 
 def _code_of(text: str) -> str:
-    """Return the code in a server's answer, in brackets: a wrong clock is refused in the same way as a wrong key."""
+    """Return the code in a server's answer, in brackets: it tells a wrong clock from a wrong key."""
     match = re.search(r"<Code>(\w+)</Code>", text)
     return f" ({match[1]})" if match else ""

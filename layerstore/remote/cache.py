@@ -1,8 +1,8 @@
 """
 The cache of mirrors: its location, its size limit, and eviction.
 
-``LAYERSTORE_CACHE_DIR`` names the folder. ``LAYERSTORE_CACHE_SIZE`` limits the objects of all mirrors together, after
-each command that fetches. The least recently used are evicted first, and fetched again on demand.
+``LAYERSTORE_CACHE_DIR`` is the folder's path. ``LAYERSTORE_CACHE_SIZE`` limits the total size of all mirrors' objects,
+after each command that fetches. The least recently used are evicted first, and fetched again on demand.
 """
 
 import os
@@ -22,7 +22,7 @@ _DOWNLOAD_SECONDS_MAX = 86_400.0
 
 _guard = threading.Lock()
 _sums: dict[Path, int] = {}
-"""Bytes per folder: those found by this process's last scan, plus those that it has added since."""
+"""Bytes per folder: those found by this process's last scan, plus those that the process has added since."""
 
 
 def cache_folder() -> Path:
@@ -45,7 +45,7 @@ def trim(files: Files) -> None:
 
 
 def make_room(files: Files, size_bytes: int) -> None:
-    """Make room for *size_bytes* more; evicts down to three quarters of the limit, so that scans are rare."""
+    """Make room for *size_bytes* more. If the limit is exceeded, evict down to three quarters, so scans are rare."""
     folder, limit = cache_folder(), cache_bytes()
     with _guard:
         if folder not in _sums or _sums[folder] + size_bytes > limit:
@@ -70,7 +70,7 @@ def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
         for place in (layout.sparse, *(objects / prefix for prefix in files.names_in_folder(objects))):
             for path in (place / file_name for file_name in files.names_in_folder(place)):
                 state = files.look(path)
-                if state is not None:  # else another process has evicted it
+                if state is not None:  # otherwise another process has evicted it
                     evictable.append((state.st_mtime_ns, state.st_blocks * 512, path))  # sparse files have holes
     left = sum(size_bytes for _, size_bytes, _ in evictable)
     if left <= left_max:
@@ -78,7 +78,7 @@ def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
     for _, size_bytes, path in sorted(evictable):
         if left <= left_max:
             break
-        # No lock against readers: an open file stays readable, and a reader that comes too late fetches it again.
+        # No lock against readers: an open file stays readable, and a reader that opens too late fetches it again.
         files.discard(path)
         left -= size_bytes
     return left

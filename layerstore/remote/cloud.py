@@ -1,7 +1,7 @@
 """
 The requests to S3, Google Cloud Storage, Azure, or this process's memory.
 
-Only this module uses obstore, which reads credentials and endpoints from the environment as the clouds' own tools do.
+Only this module uses obstore. It reads credentials and endpoints from the environment, as the clouds' own tools do.
 """
 
 import os
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 _PARTS_AT_ONCE = 2
-"""How many parts of one object are uploaded at once, while another part is filled."""
+"""How many parts of one object are uploaded at once while the next part is filled."""
 
 _memories: dict[str, "Client"] = {}
 """One client per ``memory://`` URL, so that all buckets of this process with the same URL see the same bytes."""
@@ -76,7 +76,7 @@ class Cloud:
         )
 
     def use_large_parts(self, are_large: bool) -> None:
-        """From now on, upload in parts as large as memory allows or, unless they *are_large*, in the smallest."""
+        """From now on, upload in the smallest parts or, if they *are_large*, in parts as large as memory allows."""
         self.part_bytes = self._part_bytes_max if are_large else REMOTE_PART_BYTES_LEAST
 
     def create(self, name: str, data: bytes) -> None:
@@ -85,7 +85,7 @@ class Cloud:
         try:
             self._obstore.put(self._writer, name, data, mode="create")
         except (errors.AlreadyExistsError, errors.PreconditionError):
-            pass  # the caller reads what is there
+            pass  # the caller reads the existing data
         except errors.NotSupportedError:
             self.put(name, data)
 
@@ -110,7 +110,7 @@ def _imported() -> Any:
 
 
 def _clients_of(url: str) -> "tuple[Client, Client]":
-    """Return the clients for reading and for writing; the writer tolerates silence for as long as an upload takes."""
+    """Return the clients for reading and for writing; the writer tolerates silence as long as an upload may take."""
     from obstore.store import MemoryStore
 
     scheme = urlsplit(url).scheme
@@ -119,7 +119,7 @@ def _clients_of(url: str) -> "tuple[Client, Client]":
             memory = _memories.setdefault(url, MemoryStore())
         return memory, memory
     options = s3_options() if scheme == "s3" else {}
-    # Downloads may take long; one that is cut off after a day resumes.
+    # Downloads may take long; a download that is cut off after a day resumes.
     reader = _client(url, options, {"read_timeout": f"{REMOTE_SILENCE_SECONDS}s", "timeout": "1d"})
     return reader, _client(url, options, {"timeout": f"{REMOTE_UPLOAD_SECONDS}s"})
 
@@ -131,7 +131,7 @@ def _client(url: str, options: Mapping[str, Any], patience: "ClientConfig") -> "
     # obstore would retry silently; we retry ourselves and report it.
     try:
         return from_url(url, retry_config={"max_retries": 0}, client_options=client_options, **options)
-    except Exception as exc:  # noqa: BLE001  # each cloud has its own
+    except Exception as exc:  # noqa: BLE001  # each cloud has its own errors
         raise InvalidInput(f"{url} cannot be used: {first_line(exc)}", hint=credentials_hint(url)) from None
 
 
@@ -141,7 +141,7 @@ def _listed(meta: Any) -> Listed:
 
 
 def first_line(exc: Exception) -> str:
-    """Return the message of *exc* without what obstore adds: its name for the service, microseconds, and XML."""
+    """Return the first line of *exc* without obstore's additions: its name for the service, durations, and XML."""
     line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
     line = redacted(line)  # an endpoint may hold a key
     line = re.sub(r": <\?xml.*?<Code>([^<]*)</Code>(?:.*?<Message>([^<]*)</Message>)?.*", r": \1: \2", line)

@@ -1,10 +1,10 @@
 """
-Collect a remote: move records that retention does not keep to the trash, and remove unnamed objects a day later.
+Collect a remote: move records that retention does not keep to the trash, and remove unreferenced objects a day later.
 
 The rule is that of a local store, but by the server's clock, and a grace of a day replaces the renames. An object is
-named if a record, a pin, or a record trashed within the grace names it. Records are listed before the trash, because
-they move in that direction, and both before anything is moved. Then each folder of objects is listed and swept at once.
-Everything that a push relies on stays named or young until its own record is there (docs/internals/durability.md).
+referenced if a record, a pin, or a record trashed within the grace names it. Records are listed before the trash,
+because they move in that direction, and both before anything is moved. Each folder of objects is then listed and swept.
+What a push relies on stays referenced or young until the push's record exists (docs/internals/durability.md).
 """
 
 import contextlib
@@ -45,12 +45,12 @@ _EVER_NS = 1 << 63
 
 def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Progress) -> GcOutcome:
     """
-    Remove the commits that *request* does not keep, and objects unnamed for a day; with *dry_run*, only report them.
+    Remove commits that *request* does not keep, and objects unreferenced for a day; with *dry_run*, only report them.
 
-    Safe to kill at any moment, and several may run at once.
+    A collection can be killed at any moment, and several may run at once.
 
     Raises:
-        IntegrityError: A record, pin or blob cannot be read, so it is unknown what it needs.
+        IntegrityError: A record, pin or blob cannot be read, so the objects that it needs are unknown.
         Conflict: More would be removed than was confirmed; nothing was removed.
         Unsupported: *request* drops moments, or sets an age limit for trash.
         InvalidInput: The grace is not zero, but shorter than the day that pushes rely on.
@@ -68,19 +68,19 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
             hint="--grace 0s while nobody pushes or saves; else 24h or more",
         )
     remote.bucket.check_links()
-    watch = _Watch()  # before the mark: the watch must expire before pushes ignore the mark as old
+    watch = _Watch()  # started before the mark is written: it must expire before pushes ignore the mark as old
     with contextlib.nullcontext(time.time_ns()) if dry_run else _at_work(remote.bucket) as now_ns:
         return _collected(remote, request, now_ns, watch, dry_run=dry_run, progress=progress)
 
 
 @contextlib.contextmanager
 def _at_work(bucket: Bucket) -> Iterator[int]:
-    """Yield the server's time, and leave marks for pushes: a collection is running, or has run."""
+    """Yield the server's time; leave marks that tell pushes that a collection is running, or has run."""
     name = f"{random.getrandbits(64):016x}"
     try:
         yield bucket.mark(f"{COLLECTIONS_AT_WORK}/{name}")
     finally:
-        # The second mark is written before the first is removed: a push that looks for marks always finds one of them.
+        # The second mark is written before the first is removed, so that pushes always find one of them.
         bucket.mark(f"{COLLECTIONS_ENDED}/{name}")
         bucket.remove([f"{COLLECTIONS_AT_WORK}/{name}"])
 
@@ -90,29 +90,29 @@ def _collected(
 ) -> GcOutcome:
     bucket, repo = remote.bucket, remote.repo
     grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
-    # With a grace of zero nobody pushes, so records that move to the trash now need not keep anything either.
+    # With a grace of zero nobody pushes, so records that move to the trash now need not keep any objects.
     old_before_ns = now_ns - int(grace_seconds * 1e9) if grace_seconds else _EVER_NS
-    # After the mark, and before the trash is listed: a record that moves meanwhile is then seen in at least one place.
+    # After the mark, and before the trash is listed: a record that moves in between is then in at least one listing.
     remote.refresh()
     with concluding("nothing was removed"):
         runs = chosen(Facts(repo, request.keep), request, now_ns)
         fates = [fate for _, fates_of_run in runs for fate in fates_of_run]
         notes = notes_of(repo, runs)
         hidden = [view.rows[commit].name for view, _ in runs for commit in view.hidden if commit in view.rows]
-        moved = [*hidden, *(fate.name for fate in fates if fate.goes)]  # hidden commits before the one hiding them
+        moved = [*hidden, *(fate.name for fate in fates if fate.goes)]  # hidden commits before those that hide them
         if remote.stranger_names:
             raise stranger(remote.stranger_names[0], remote=remote.url)
         needs = _named(remote, progress, without=set(moved))
         old_trash, held = _trash(remote, needs, old_before_ns)
         named = (name_in(*name.split("/")[-2:]) for name in old_trash)
         dropped = [name for name in named if name is not None and not repo.records.is_there(name)]
-        # What moves to the trash now keeps its objects for a day: a push may have relied on these records.
+        # Records that move to the trash now keep their objects for a day: a push may have relied on these records.
         for name in moved if grace_seconds else ():
             held.add_readable(repo.catalog.commit(name).record)
-    check_confirmed(fates, Gone(), request)  # only age decides about the trash
+    check_confirmed(fates, Gone(), request)  # trash expires by age alone, so it needs no confirmation
     if not dry_run:
         trashed = [_to_trash(remote, name, watch) for name in moved]
-        # Old trash that was moved there again by this collection is young now.
+        # Old trash to which this collection has moved the same record again is young now.
         old_trash = [*(name for name in old_trash if name not in trashed), *(() if grace_seconds else trashed)]
         _empty_trash(bucket, old_trash, old_before_ns, watch)
     progress.start("folders of objects", len(OBJECT_FOLDERS))
@@ -126,14 +126,14 @@ def _collected(
         swept = list(pool.map(sweep, OBJECT_FOLDERS))
     objects, young = (sum(parts, Gone()) for parts in zip(*swept, strict=True))
     if not dry_run:
-        # Last: marks of collections, and parts of dead jobs. Never those of this collection, however short the grace.
+        # Last: marks of collections, and parts of dead jobs. Never this collection's own mark, however short the grace.
         leftovers = (entry for folder in ("gc", "parts") for entry in bucket.listed(folder))
         bucket.remove([entry.name for entry in leftovers if entry.modified_ns < min(old_before_ns, now_ns)])
     references = references_to(repo, fates) if dry_run else [f"{fate.run}@{fate.step}" for fate in fates]
     return GcOutcome(
         commits=tuple(replace(fate, reference=name) for fate, name in zip(fates, references, strict=True)),
         objects=objects,
-        orphans=Gone(),  # nobody looks up which objects the removed commits had named
+        orphans=Gone(),  # a remote's collection does not determine which objects the removed commits referenced
         young=young,
         unfinished=Gone(),
         trash=Gone(len(old_trash)),
@@ -144,13 +144,13 @@ def _collected(
 
 
 class _Watch:
-    """The deadline of a collection: what it has determined is valid for half a grace."""
+    """The deadline of a collection: its listings are valid for half a grace."""
 
     def __init__(self) -> None:
         self._deadline = hours_on() + REMOTE_GRACE_SECONDS / 2
 
     def check(self) -> None:
-        """Raise Overtaken if the deadline has passed; call it before removing anything."""
+        """Raise Overtaken if the deadline has passed; call this before removing anything."""
         if hours_on() > self._deadline:
             raise Overtaken(
                 "this collection was suspended for too long, and its listings may be out of date",
@@ -163,7 +163,7 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
     Return what the listed records, except *without*, and the listed pins need.
 
     Raises:
-        IntegrityError: A record or pin cannot be read, or has another name, so it is unknown what it needs.
+        IntegrityError: A record or pin cannot be read, or has been renamed, so the objects that it needs are unknown.
     """
     repo, layout = remote.repo, remote.repo.layout
     records = {record for name in remote.listed if (record := repo.records.name_at(layout.root / name)) is not None}
@@ -186,24 +186,24 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
 
 
 def _read(remote: Remote, name: RecordName) -> Commit | None:
-    """Return the commit *name* from the mirror, else from the bucket; None if another collection has moved it."""
+    """Return the commit *name* from the mirror or else the bucket; None if another collection has moved it."""
     records, layout = remote.repo.records, remote.repo.layout
     path = layout.record(name.run, name.step, name.id)
     try:
         return records.read(name)
     except IntegrityError:
         if remote.repo.files.exists(path):
-            raise  # damaged in the bucket, too; if another process pruned the copy, read the bucket
+            raise  # damaged in the bucket, too; a copy that another process pruned is read from the bucket below
     data = remote.bucket.read(layout.name(path), size_bytes_max=RECORD_BYTES_MAX)
     return None if data is None else records.decode(data, name)
 
 
 def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str], Needs]:
     """
-    Return the names of expired trash, and what the rest of the trash needs besides *needs*.
+    Return the names of expired trash, and the objects that the rest of the trash needs in addition to *needs*.
 
     Raises:
-        IntegrityError: Something in the trash is not a record by its name, so it is unknown what it needs.
+        IntegrityError: Something in the trash does not have a record's name, so the objects that it needs are unknown.
     """
     held, old = Needs(remote.repo, besides=needs), []
     for entry in remote.bucket.listed("trash"):
@@ -224,7 +224,7 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
 
 
 def _trashed(remote: Remote, name: str) -> CommitRecord | None:
-    """Return the record *name* in the trash; None if it is gone or damaged, which must not stop a collection."""
+    """Return the record *name* from the trash; None if it is gone or damaged, which must not stop a collection."""
     *_, run, file_name = name.split("/")
     record_name, data = name_in(run, file_name), None
     try:
@@ -233,7 +233,7 @@ def _trashed(remote: Remote, name: str) -> CommitRecord | None:
             return None
         return remote.repo.records.decode(data, record_name).record
     except IntegrityError:
-        if stated_store(data or b"") == remote.repo.identity.store_id:  # intact: its run was renamed
+        if stated_store(data or b"") == remote.repo.identity.store_id:  # the record is intact, but was renamed
             raise stranger(name, remote=remote.url) from None
         return None
 
@@ -248,7 +248,7 @@ def _to_trash(remote: Remote, record: RecordName, watch: "_Watch") -> str:
 
 
 def _empty_trash(bucket: Bucket, names: Collection[str], old_before_ns: int, watch: "_Watch") -> None:
-    """Remove *names* from the trash, except those that were moved there again since they were listed."""
+    """Remove *names* from the trash, except names that were moved to the trash again since they were listed."""
     if names:
         watch.check()
         entries, expired = bucket.listed("trash"), set(names)
@@ -259,11 +259,11 @@ def _swept(
     bucket: Bucket, folder: str, needs: Needs, held: Needs, old_before_ns: int, *, watch: "_Watch | None"
 ) -> tuple[Gone, Gone]:
     """
-    Remove the old, unnamed objects in *folder*; return how much was removed, and how much is too young.
+    Remove the old, unreferenced objects in *folder*; return how much was removed, and how much is too young.
 
-    A push may rewrite an old object at any time. If a collection is running, the push checks two moments later that the
-    object is still there. So an object is removed only within a moment of the listing; if this process was suspended
-    in between, it lists again.
+    A push may rewrite an old object at any time. If a collection is running, the push waits for twice
+    REMOTE_MOMENT_SECONDS and checks that the object still exists. So an object is removed only within
+    REMOTE_MOMENT_SECONDS of the listing; if this process was suspended in between, it lists the folder again.
     """
     for _ in range(_LISTINGS_MAX):
         listed_at = hours_on()

@@ -2,7 +2,7 @@
 Credentials for S3, from the profiles of the AWS tools in ``~/.aws``.
 
 obstore itself reads keys, endpoint and region from the environment, and falls back to the machine's own role. This
-module reads profiles that have keys; it leaves others (single sign-on, assumed roles, a process) to boto3.
+module reads profiles that have keys; boto3 handles other profiles (single sign-on, assumed roles, a process).
 """
 
 import configparser
@@ -30,9 +30,9 @@ def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     Return the chosen profile's settings as arguments for obstore; the environment takes precedence.
 
     Raises:
-        InvalidInput: The profile that ``AWS_PROFILE`` names does not exist, its file is malformed, or an endpoint is
-            not a URL.
-        Unsupported: It needs boto3, which is not installed.
+        InvalidInput: The profile in ``AWS_PROFILE`` does not exist, a profile file is malformed, or an endpoint is not
+            a URL.
+        Unsupported: The profile needs boto3, which is not installed.
     """
     chosen = environment.get("AWS_PROFILE")
     name = chosen or "default"
@@ -81,7 +81,7 @@ def _read(path: Path) -> configparser.ConfigParser:
     try:
         parser.read(path.expanduser(), encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError, OSError) as exc:
-        # The text of the error may hold keys, so report only its kind.
+        # The error's text may contain keys, so report only the error's type.
         raise InvalidInput(f"{path} cannot be read: {type(exc).__name__}", hint="aws configure writes it") from None
     return parser
 

@@ -1,8 +1,8 @@
 """
-Objects that are fetched from a bucket on first read, each checked against its name before it is used.
+Objects that are fetched from a bucket on first read, each checked against its id before use.
 
-No check is remembered: verifying an object reads and hashes it, however often it was verified before. Only an object
-that was fetched for this very use, and hashed on arrival, is not read again.
+No check is remembered: verifying an object reads and hashes it every time. The only exception is an object that was
+fetched for the current use, since it was hashed on arrival.
 Several processes may share the folder into which objects are fetched. If a stretch is enough, no more is fetched.
 """
 
@@ -26,14 +26,14 @@ from layerstore.remote.bucket import Bucket, in_parallel
 from layerstore.storage import ObjectStore, Stretch, check_hash, read_chunks
 from layerstore.threads import Threads
 
-# The most objects to prefetch.
+# How many objects to prefetch at most.
 _AHEAD_MAX = 2 * REMOTE_REQUESTS_MAX
-# How often others may evict an object from a small cache before we have opened it.
+# How often other processes may evict an object from a small cache before we have opened it.
 _EVICTIONS_MAX = 20
 
 
 class Source:
-    """The objects in a bucket and, if it lacks some, in *rest*; *url* is opened on first use."""
+    """The objects in a bucket and, for those that it lacks, in *rest*; *url* is opened on first use."""
 
     def __init__(self, url: str, layout: Layout, *, bucket: Bucket | None = None, rest: "Source | None" = None) -> None:
         self.url = url
@@ -53,7 +53,7 @@ class Source:
 
     def listed(self, prefix: str) -> dict[ObjectId, int]:
         """Return the sizes of objects whose ids start with the two digits *prefix*; cached until `look_anew`."""
-        sizes = self._sizes  # taken first: a listing that began before `look_anew` must not be used after it
+        sizes = self._sizes  # read first: a listing that began before `look_anew` must not be used afterwards
         if prefix not in sizes:
             folder = f"{self._layout.objects.name}/{prefix}"
             entries = self.bucket.listed(folder)
@@ -64,7 +64,7 @@ class Source:
         return sizes[prefix]
 
     def check_process(self) -> None:
-        """Raise Internal in a child of the process that opened the bucket."""
+        """Raise Internal in a forked child of the process that opened the bucket."""
         if self._bucket is not None:
             self._bucket.check_process()
 
@@ -84,7 +84,7 @@ class Source:
         Yield the bytes of *ref* from the bucket, each piece with its offset.
 
         Raises:
-            IntegrityError: It is missing; or its bytes do not match its name, which is raised at the end.
+            IntegrityError: *ref* is missing; or, raised at the end, its bytes do not match the id.
         """
         if (holder := self._holder_of(ref)) is not self:
             yield from holder.checked(ref)
@@ -97,7 +97,7 @@ class Source:
                 hasher.update(data)
             check_hash(ref, hasher)
         except NoStore:
-            raise  # the bucket itself is missing, which says nothing about the object
+            raise  # the bucket itself is missing, so the object need not be damaged
         except (NotFound, IntegrityError) as exc:
             raise self.damaged(ref, exc) from exc
 
@@ -112,7 +112,7 @@ class Source:
         yield from bucket.chunks(self._layout.object_name(ref.id), start=start, size_bytes=size_bytes)
 
     def check_bytes(self, ref: BlobRef) -> None:
-        """Read all of *ref* from the bucket and compare it with its name; raises as `checked` does."""
+        """Read all of *ref* from the bucket and compare its hash with the id; raises as `checked` does."""
         for _ in self.checked(ref):
             pass
 
@@ -129,9 +129,9 @@ class Source:
 
 class FetchedObjects(ObjectStore):
     """
-    The objects of a partial clone: missing ones are fetched on first use, and stay.
+    The objects of a partial clone: missing objects are fetched on first use, and kept.
 
-    A damaged one is reported as in any store, not fetched again: the bucket may never have had it.
+    A damaged object is reported as in any store, not fetched again: the bucket may never have had it.
     """
 
     _is_durable = True
@@ -157,32 +157,32 @@ class FetchedObjects(ObjectStore):
         return self._bytes_of_whole_objects + self._sparse_objects.bytes_fetched
 
     def find(self, ref: BlobRef) -> Path | None:
-        """Return where *ref* is or will be."""
-        # Never None: if the bucket has a record, it has everything that the record names.
+        """Return the path of *ref*, whether or not it is already fetched."""
+        # Never None: if the bucket has a record, it has everything that the record references.
         return self.find_at_once(ref) or self._layout.object(ref.id)
 
     def look_anew(self) -> None:
-        """Forget the source's listings: it may have lost something since."""
+        """Forget the source's listings: the source may have lost objects since."""
         self.source.look_anew()
 
     def check_there(self, ref: BlobRef) -> None:
-        """Raise IntegrityError unless *ref* is here, or its source lists it in full size."""
+        """Raise IntegrityError unless *ref* is on this disk, or the source lists it in full size."""
         if self.find_at_once(ref) is None:
             self.source.check_there(ref)
 
     def check_bytes(self, ref: BlobRef) -> None:
-        """Read all of *ref*, here or else from the bucket, and compare its hash with its name; keep nothing."""
+        """Read all of *ref*, from this disk or else the bucket, and compare its hash with the id; keep nothing."""
         if self.find_at_once(ref) is None:
             self.source.check_bytes(ref)
         else:
             self._objects.verify(ref)
 
     def verify(self, ref: BlobRef) -> None:
-        """Fetch *ref*, or read it here, and compare its hash with its name; raises as `open` does."""
+        """Fetch *ref*, or read it from this disk, and compare its hash with the id; raises as `open` does."""
         self.wait(self.start(ref))
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
-        """Make sure that *stretches* are here and sound; return the objects that are in full."""
+        """Make sure that *stretches* are on this disk and sound; return the objects for which all bytes are."""
         chunks = {
             ref: self._sparse_objects.chunks(ref, wanted) for ref, wanted in stretches.items() if not self._is_here(ref)
         }
@@ -201,7 +201,7 @@ class FetchedObjects(ObjectStore):
                     return self._sparse_objects.open(ref, numbers)
                 except StorageIO as exc:
                     if exc.errno != errnos.ENOENT:
-                        raise  # otherwise another process evicted it right before we opened it
+                        raise  # ENOENT, by contrast: another process evicted the file right before we opened it
             return self._sparse_objects.open(ref, numbers)
         except (NotFound, IntegrityError) as exc:
             raise self.source.damaged(ref, exc) from exc
@@ -210,7 +210,7 @@ class FetchedObjects(ObjectStore):
         return any(self._files.exists(path) for path in self._places_now(ref.id))
 
     def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
-        """Remember how *objects*, which *version* names, can be verified in parts."""
+        """Remember how *objects*, which *version* references, can be verified in parts."""
         self._sparse_objects.know(objects)
 
     def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
@@ -222,23 +222,23 @@ class FetchedObjects(ObjectStore):
             if self._is_here(ref):
                 with contextlib.suppress(IntegrityError):
                     return self._objects.open(ref)
-            self.verify(ref)  # it is missing, was evicted from a full cache, or has another size
+            self.verify(ref)  # it is missing, was evicted from a full cache, or has the wrong size
         return self._objects.open(ref)
 
     @contextlib.contextmanager
     def expected(self, refs: Iterable[BlobRef]) -> Iterator[ObjectStore]:
-        """Yield the objects for one use of *refs*, which are fetched or verified in order, ahead of the reader."""
+        """Yield the objects for one use of *refs*, which are fetched or verified in this order, ahead of the reader."""
         with contextlib.closing(_Expected(self, self._layout, self._files, refs)) as objects:
             yield objects
 
     def start(self, ref: BlobRef) -> "Future[None]":
         """Begin to verify *ref*."""
-        self.source.check_process()  # its threads do not exist in a forked child
+        self.source.check_process()  # the pool's threads do not exist in a forked child
         self._check_open()
         return self._pool.submit(self._verify_or_fetch, ref)
 
     def wait(self, verified: "Future[None]") -> None:
-        """Wait for a verification that `start` began; raises if it failed, or the objects were closed."""
+        """Wait for a verification that `start` began; raises if it failed, or if `close` was called."""
         try:
             verified.result()
         except CancelledError:
@@ -253,7 +253,7 @@ class FetchedObjects(ObjectStore):
             if self.find_at_once(ref) is None:
                 self._download(ref)
                 return
-        # Another process fetched it while we waited; its check does not count for us.
+        # Another process fetched the object while we waited; that process's check does not count for us.
         self._objects.verify(ref)
 
     def _download(self, ref: BlobRef) -> None:
@@ -267,7 +267,7 @@ class FetchedObjects(ObjectStore):
                 if self._is_durable:
                     file.sync()  # writers reuse it without another sync
             self._files.make_directory(home.parent, durable=False)
-            # A rename, to replace any damaged copy in a cache. The bytes match the name: `checked` ended without error.
+            # A rename, to replace any damaged copy in a cache. The bytes match the id: `checked` ended without error.
             self._files.rename(path, home)
         finally:
             self._files.discard(path)
@@ -278,11 +278,11 @@ class FetchedObjects(ObjectStore):
             raise InvalidInput(f"{self.source.url} was closed, and nothing more is fetched", hint="open it again")
 
     def _make_room(self, size_bytes: int) -> None:
-        """Do nothing: a clone only grows. A cache evicts objects."""
+        """Do nothing: a clone only grows. In a cache, this evicts objects."""
 
 
 class _Expected(ObjectStore):
-    """One use of objects: each is verified once, ahead of its readers, and opened only after that."""
+    """One use of objects: each object is verified once, ahead of its readers, and opened only afterwards."""
 
     def __init__(self, objects: FetchedObjects, layout: Layout, files: Files, refs: Iterable[BlobRef]) -> None:
         super().__init__(layout, files)
@@ -291,7 +291,7 @@ class _Expected(ObjectStore):
         self._expected = deque(dict.fromkeys(refs))
         self._verified: dict[BlobRef, Future[None]] = {}
         self._ahead: set[BlobRef] = set()
-        """Objects that no reader has asked for yet."""
+        """Objects that are being or were prefetched, and that no reader has requested yet."""
         self._start_prefetch()
 
     def close(self) -> None:
@@ -300,7 +300,7 @@ class _Expected(ObjectStore):
             verified.cancel()
 
     def verify(self, ref: BlobRef) -> None:
-        """Return once *ref* is here and verified; raises if it is damaged."""
+        """Return once *ref* is on this disk and verified; raises if it is damaged."""
         with self._guard:
             verified = self._start(ref)
             self._ahead.discard(ref)
@@ -328,10 +328,10 @@ class _Expected(ObjectStore):
 
 class _SparseObjects:
     """
-    The folder ``sparse/``: parts of objects, since a resume on another number of ranks needs only a stretch of each.
+    The folder ``sparse/``: incomplete objects, since a resume on a different number of ranks may need only stretches.
 
-    They are fetched in chunks of 16 MiB into sparse files, and each chunk is checked against its digest in the version
-    blob. Chunks that are there already are checked again, so nothing has to record which are there.
+    Objects are fetched in chunks of 16 MiB into sparse files, and each chunk is checked against its digest in the
+    version blob. Chunks already in a file are checked again, so nothing needs to record which chunks a file has.
     """
 
     def __init__(
@@ -346,11 +346,11 @@ class _SparseObjects:
         self.bytes_fetched = 0
 
     def know(self, objects: Iterable[StoredObject]) -> None:
-        """Note the digests of those *objects* that are large enough to be fetched in parts."""
+        """Remember the digests of those *objects* that are large enough to be fetched in parts."""
         self._digests.update((stored.id, stored.chunks) for stored in objects if stored.size_bytes > VERIFY_CHUNK_BYTES)
 
     def chunks(self, ref: BlobRef, stretches: Iterable[Stretch]) -> list[int]:
-        """Return the numbers of the chunks that *stretches* of *ref* touch; none if *ref* can only be fetched whole."""
+        """Return the numbers of the chunks that *stretches* of *ref* touch; none if *ref* is to be fetched whole."""
         if ref.id not in self._digests:
             return []
         numbers = {number for start, end in stretches for number in range(start // VERIFY_CHUNK_BYTES, _chunks_to(end))}
@@ -358,14 +358,14 @@ class _SparseObjects:
 
     def open(self, ref: BlobRef, numbers: Sequence[int]) -> OpenFile:
         """
-        Open a file that has the chunks *numbers* of *ref* in place; missing ones are fetched.
+        Open a file that has the chunks *numbers* of *ref* at their offsets; missing chunks are fetched.
 
         Raises:
-            IntegrityError: It is damaged in the bucket.
-            NotFound: The bucket does not have it.
+            IntegrityError: *ref* is damaged in the bucket.
+            NotFound: The bucket does not have *ref*.
         """
         path = self._layout.sparse / ref.id
-        # Opened under the lock, and kept open: if the file is evicted now, this reader still has its chunks.
+        # Opened under the lock, and kept open: if the file is then evicted, this reader still has its chunks.
         with alone(self._layout.locks / f"sparse-{ref.id}"):
             if not self._files.exists(path):
                 self._make_sparse(path.name, ref)
@@ -376,13 +376,13 @@ class _SparseObjects:
             except BaseException:
                 source.close()
                 raise
-        self._files.touch(path)  # eviction is least recently used first
+        self._files.touch(path)  # the least recently used are evicted first
         return source
 
     def _make_sparse(self, name: str, ref: BlobRef) -> None:
         folder, made = self._layout.sparse, self._layout.tmp / secrets.token_hex(16)
         self._files.make_directory(folder, durable=False)
-        # Full size from the start, and never synced: a chunk that a power cut loses fails its check, and is fetched.
+        # Full size from the start, and never synced: a chunk lost in a power cut fails its check, and is fetched again.
         with self._files.create(made) as file:
             file.write_at(ref.size_bytes - 1, b"\0")
         self._files.rename(made, folder / name)
@@ -399,7 +399,7 @@ class _SparseObjects:
             self.bytes_fetched += size_bytes
 
     def _fetched(self, ref: BlobRef, start: int, size_bytes: int, target: NewFile) -> Iterator[memoryview]:
-        """Yield a stretch of *ref* as it arrives, and write it to *target*; nobody reads it before it is checked."""
+        """Yield a stretch of *ref* as it arrives, and write it to *target*; nobody reads *target* before the check."""
         at = start
         for data in self._source.chunks(ref, start=start, size_bytes=size_bytes):
             target.write_at(at, data)

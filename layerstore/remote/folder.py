@@ -1,8 +1,8 @@
 """
 A folder that serves as a bucket: ``file://``. It follows the rules of a store on disk.
 
-Its path is resolved once, on opening. Below it no link is followed when reading, writing, listing or removing; the
-error names the link. Writes are durable and atomic.
+The folder's path is resolved once, on opening. Below the folder, reading, writing, listing and removing never follow a
+link, but raise an error with the link's path. Writes are durable and atomic.
 """
 
 import errno as errnos
@@ -19,7 +19,7 @@ from layerstore.layout import IDENTITY
 from layerstore.limits import IO_CHUNK_BYTES
 
 _UNFINISHED = "gc/unfinished"
-"""A collection of the remote removes the files that killed writers leave here, along with its own old marks."""
+"""Where killed writers leave files; a collection of the remote removes them along with its own old marks."""
 
 _TOP = ("objects", "commits", "pins", "parts", "trash", "gc")
 
@@ -35,19 +35,19 @@ class Listed:
 
 
 class Folder:
-    """The folder at *path*; only `_path` turns names into paths, and it refuses links."""
+    """The folder at *path*; only `_path` turns names into paths, and `_path` refuses links."""
 
     part_bytes = IO_CHUNK_BYTES
-    """Larger objects are written piece by piece."""
+    """Objects larger than this are written piece by piece."""
 
     def __init__(self, path: Path, *, url: str, may_make: bool) -> None:
         """
         Open the folder.
 
         Raises:
-            NoStore: It does not exist, and may not be made.
-            AlreadyExists: It may be made, but it holds other things and no store.
-            IntegrityError: One of its folders is a link.
+            NoStore: The folder does not exist, and *may_make* is not set.
+            AlreadyExists: *may_make* is set, but the folder is not empty and holds no store.
+            IntegrityError: One of its subfolders is a link.
         """
         self._files = Files()
         self._url = url
@@ -66,7 +66,7 @@ class Folder:
                 self._check_no_links(name)
 
     def _check_free(self, path: Path) -> None:
-        """Raise AlreadyExists if *path* holds other things and no store: nobody could tell them apart later."""
+        """Raise AlreadyExists if *path* holds files but no store: they could not be told apart from a store's later."""
         names = set(self._files.names(path))
         if names and names.isdisjoint({*_TOP, IDENTITY}):
             raise AlreadyExists(
@@ -74,7 +74,7 @@ class Folder:
             )
 
     def get(self, name: str, stretch: tuple[int, int] | None = None) -> tuple[int, Iterator[bytes]]:
-        """Return the size of *name*, and its bytes or a *stretch* of them, at most up to its end."""
+        """Return the size of *name*, and its bytes or a *stretch* of them, which is cut at the file's end."""
         with self._bucket_errors():
             path = self._path(name)
             state = self._files.state(path)
@@ -139,18 +139,18 @@ class Folder:
 
     @contextmanager
     def _written(self, name: str, body: bytes | bytearray | Iterable[bytes | bytearray]) -> Iterator[tuple[Path, Path]]:
-        """Yield a synced file with *body*, and the path of *name*; after the block, the new name is durable."""
+        """Yield the paths of a synced file with *body* and of *name*; after the block, the new name is durable."""
         path, source = self._path(name), self._path(f"{_UNFINISHED}/{secrets.token_hex(16)}")
         for folder in (source.parent, path.parent):
             self._make(folder)
         self._files.state(path)  # raises if it is a link
         try:
-            # Written and synced under another name, so that readers see either the old content or all of the new.
+            # Written and synced under a temporary name, so that readers see either the old content or all of the new.
             self._write(source, [body] if isinstance(body, bytes | bytearray) else body)
             yield source, path
         finally:
             self._files.discard(source)
-        # The new name is durable only after this, and a push may then report its commit as sent.
+        # Only after this is the new name durable, so that a push may report its commit as sent.
         self._files.sync_directory(path.parent)
 
     def _write(self, path: Path, pieces: Iterable[bytes | bytearray]) -> None:
@@ -178,7 +178,7 @@ class Folder:
     # -- names and errors ----------------------------------------------------------------------------------------
 
     def _path(self, name: str) -> Path:
-        """Return the path of *name*; raises IntegrityError if a folder on the way is not a real folder."""
+        """Return the path of *name*; raises IntegrityError if one of its parents is not a real folder."""
         *folders, last = name.split("/")
         if not {"", ".", ".."}.isdisjoint(folders) or last in {".", ".."}:
             raise InvalidInput(f"{name!r} is not a name in a remote")
@@ -203,7 +203,7 @@ class Folder:
         try:
             yield
         except StorageIO as exc:
-            is_ours = Path(exc.filename).is_relative_to(self._root)  # else a write's source cannot be read
+            is_ours = Path(exc.filename).is_relative_to(self._root)  # if not, the source of a write cannot be read
             if not is_ours or exc.exit_code != StorageIO.exit_code:  # no permission, or a full disk: no retry helps
                 raise
             if exc.errno == errnos.ENOENT:

@@ -1,4 +1,4 @@
-"""Verify a remote as a store is verified, and repair it from a store that has sound copies."""
+"""Verify a remote in the same way as a store, and repair it from a store that has sound copies."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,12 +18,12 @@ from layerstore.remote.mirror import Remote, reread
 from layerstore.remote.push import chunks_of
 from layerstore.storage import Repository
 
-# More than one, because a restored blob names objects that could not be checked before.
+# More than one pass, because a restored blob references objects that could not be checked before.
 _LOOKS_MAX = 4
 
 
 def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Verdict:
-    """Check every record and every object's size in the bucket itself; with *read_data*, every byte as well."""
+    """Check all records and object sizes in the bucket itself, not the cache; with *read_data*, every byte as well."""
     reread(remote.repo)
     return verify_store(remote.repo, read_data=read_data, progress=progress)
 
@@ -32,11 +32,11 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
     """
     Restore a missing or damaged ``store.json`` in *bucket*, if *repo* has all commits of *bucket*.
 
-    Flags that can still be read in it are kept, because an older layerstore must not write there.
+    Flags that are still readable in the damaged file are kept, so that an older layerstore still does not write there.
 
     Raises:
         IntegrityError: The bucket has a commit that *repo* lacks; or ``store.json`` is damaged, and no commit shows
-            which store it belongs to.
+            which store the bucket belongs to.
     """
     records, flags = records_in(bucket), frozenset(repo.identity.flags)
     try:
@@ -45,7 +45,7 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
     except IntegrityError:
         if not records:
             raise
-        with suppress(IntegrityError):  # too large to be one: it has no flags to keep
+        with suppress(IntegrityError):  # too large for a store.json: it has no flags to keep
             flags |= {*(stated_flags(bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX) or b"") or ())}
     if unknown := records.keys() - pushed_records(repo, bucket):
         first = min(unknown)
@@ -62,7 +62,7 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
 
 def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, progress: Progress) -> Repaired:
     """
-    Send everything that *remote* lacks or has damaged, if *repo* has a sound copy; nothing else there is changed.
+    Send everything that *remote* lacks or has damaged, if *repo* has a sound copy; nothing else in *remote* changes.
 
     A concurrent reader sees either the damaged bytes or the sound ones.
     """
@@ -87,11 +87,11 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
 
 
 def _sent(repo: Repository, remote: Remote, verdict: Verdict, *, dry_run: bool) -> Iterator[Fetched]:
-    """Send everything that is damaged in the bucket and sound here."""
+    """Send everything that is damaged in the bucket and sound in *repo*."""
     for damage in verdict.damaged:
         try:
             chunks, size_bytes = _sound(repo, damage)
-        except (IntegrityError, NotFound):  # damaged or missing here as well: `heal` reports it as left
+        except (IntegrityError, NotFound):  # damaged or missing in *repo* as well: `heal` reports it as not repaired
             continue
         if not dry_run:
             remote.bucket.write(damage.path, chunks)
@@ -99,8 +99,8 @@ def _sent(repo: Repository, remote: Remote, verdict: Verdict, *, dry_run: bool) 
 
 
 def _sound(repo: Repository, damage: Damage) -> tuple[Chunks, int]:
-    """Return the bytes that repair *damage*, and their size; raises if they are not here."""
-    # Verified before it is sent, so that damage here never replaces anything in the bucket.
+    """Return the bytes that repair *damage*, and their size; raises if *repo* lacks them."""
+    # Verified before they are sent, so that damaged bytes in *repo* never replace anything in the bucket.
     if damage.size_bytes is not None:
         ref = BlobRef(id=ObjectId(damage.id), size_bytes=damage.size_bytes)
         repo.objects.verify(ref)

@@ -1,9 +1,9 @@
 """
 Which store a bucket belongs to, and which of its records are complete.
 
-A bucket becomes a remote of a store when the first push writes that store's ``store.json`` there. A record in a bucket
-promises that everything it names is there, too. But a bucket may lose objects (to a lifecycle rule, say), so the
-objects themselves are looked up before bytes are removed here or a commit is reported as pushed.
+A bucket becomes a remote of a store when the first push writes that store's ``store.json`` to the bucket. A record in a
+bucket promises that the bucket has everything the record references. But a bucket may lose objects (to a lifecycle
+rule, say), so the objects themselves are looked up before local bytes are removed or a commit is reported as pushed.
 """
 
 import time
@@ -28,11 +28,11 @@ from layerstore.threads import Threads
 
 def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
     """
-    Make *bucket* a remote of the store *identity* if it is not yet one; return whether this call did so.
+    Make *bucket* a remote of the store *identity* if it is not one yet; return whether this call did so.
 
     Raises:
-        Conflict: It belongs to another store.
-        IntegrityError: It holds commits or objects, but no ``store.json``.
+        Conflict: The bucket belongs to another store.
+        IntegrityError: The bucket holds commits or objects, but no ``store.json``.
     """
     actual, made = identity_of(bucket), False
     if actual is None:
@@ -58,8 +58,8 @@ def make_there(bucket: Bucket) -> None:
     Make *bucket* a new store, with an identity of its own.
 
     Raises:
-        AlreadyExists: It holds a store.
-        IntegrityError: It holds commits or objects, but no store.
+        AlreadyExists: The bucket holds a store.
+        IntegrityError: The bucket holds commits or objects, but no store.
     """
     if identity_of(bucket) is not None:
         raise AlreadyExists(
@@ -69,12 +69,12 @@ def make_there(bucket: Bucket) -> None:
 
 
 def identity_of(bucket: Bucket) -> StoreIdentity | None:
-    """Return the identity of the store that *bucket* holds, None if it holds none."""
+    """Return the identity of the store in *bucket*, None if the bucket holds no store."""
     try:
         data = bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX)
         return None if data is None else StoreIdentity.decode(data, what=f"{bucket.url}/{IDENTITY}")
     except IntegrityError as exc:
-        if "path" not in exc.facts:  # else it is a link, with a hint of its own
+        if "path" not in exc.facts:  # an error with a path is about a link, and has its own hint
             exc.hint = f"layerstore repair --remote {typed(bucket.url)}, run in a store with all of it, puts it back"
         raise
 
@@ -93,22 +93,22 @@ def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
 
 class Inventory:
     """
-    Which objects a bucket has, among those that records of *repo* name.
+    Which objects a bucket has, among those that records of *repo* reference.
 
-    They are looked up one by one or all listed, whichever takes fewer requests; with *lists*, all are listed now.
+    Objects are looked up one by one or all listed, whichever takes fewer requests; with *lists*, all are listed now.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket, *, lists: bool) -> None:
         self._repo = repo
         self._bucket = bucket
         self._entries: dict[str, Listed | None] = {}
-        """By name; None for objects that were looked up and are not there. A listing has only those there."""
+        """By name; None for objects that were looked up and not found. A listing has no entries for missing objects."""
         self._looked_up = 0
         self.is_listed = False
         self.nothing_is_lost = False
-        """Whether the bucket is known to have everything that is here; then its blobs need not be read."""
+        """Whether the bucket is known to have everything that the local store has; then blobs need not be read."""
         self._blobs: dict[ObjectId, bool] = {}
-        """For each blob that was looked up, whether the bucket has it with everything that it names."""
+        """For each blob that was looked up, whether the bucket has the blob and everything that the blob references."""
         if lists:
             self._list()
 
@@ -117,7 +117,7 @@ class Inventory:
         self.is_listed = True
 
     def look_for(self, refs: Sequence[BlobRef]) -> None:
-        """Find out which of *refs* are there; those already known are not looked up again."""
+        """Find out which of *refs* the bucket has; refs already known are not looked up again."""
         names = [name for name in self._names(refs) if name not in self._entries]
         if self.is_listed or not names:
             return
@@ -130,10 +130,10 @@ class Inventory:
 
     def look_for_new(self, refs: Sequence[BlobRef]) -> None:
         """
-        Look for *refs*, which a push is about to send in this order: if the first are missing, assume that all are.
+        Look for *refs*, which a push is about to send in this order; if the first few are missing, assume that all are.
 
-        All pushes send in the same order, so a killed push has sent some of the first. If the assumption is wrong,
-        objects are merely sent again.
+        All pushes send in the same order, so a killed push would have sent some of the first. If the assumption is
+        wrong, objects are merely sent again.
         """
         new = [ref for ref, name in zip(refs, self._names(refs), strict=True) if name not in self._entries]
         first, others = new[:REMOTE_REQUESTS_MAX], new[REMOTE_REQUESTS_MAX:]
@@ -152,7 +152,7 @@ class Inventory:
         return [self._repo.layout.object_name(ref.id) for ref in refs]
 
     def find(self, ref: BlobRef) -> Listed | None:
-        """Return the entry of *ref*; None unless it is there in full size."""
+        """Return the entry of *ref*; None unless the bucket has *ref* in full size."""
         name = self._repo.layout.object_name(ref.id)
         if not self.is_listed and name not in self._entries:
             self.look_for([ref])
@@ -161,16 +161,16 @@ class Inventory:
 
     def has_all_of(self, record: CommitRecord) -> bool:
         """
-        Whether everything that *record* names is there in full size.
+        Whether the bucket has everything that *record* references, in full size.
 
         Raises:
-            IntegrityError: A blob is damaged here, so it is unknown what it names.
+            IntegrityError: A blob is damaged in the local store, so the objects that it references are unknown.
         """
         self.look_for(record.blobs)
         return all(map(self._has_all_of_blob, record.blobs))
 
     def has_all_here(self, *, besides: Container[object]) -> bool:
-        """Whether the bucket has every object of this store, except *besides*, in full size."""
+        """Whether the bucket has every object of the local store, except *besides*, in full size."""
         if self._repo.files.exists(self._repo.layout.partial):
             return False  # a partial clone does not know all objects
         sizes = ((name, self._repo.files.size(self._repo.layout.object(name))) for name in self._repo.objects.ids())
@@ -193,10 +193,10 @@ class Inventory:
 
 class SecondCopies:
     """
-    The commits of *repo* that its remote *bucket* has with everything that they name, in full size.
+    The commits of *repo* that its remote *bucket* has with everything that they reference, in full size.
 
-    Objects are looked up only when a caller asks for a commit whose record is there. A commit that another one in the
-    bucket replaces (without moments, for example) does not count: the bucket's next collection removes it.
+    Objects are looked up only when a caller asks for a commit whose record is in the bucket. A commit that another
+    commit in the bucket replaces (without moments, say) does not count: the bucket's next collection removes it.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket) -> None:
@@ -205,7 +205,7 @@ class SecondCopies:
         there = {name: (size_bytes, _size_here(repo, name)) for name, size_bytes in records_in(bucket).items()}
         self._records = {name.id: name for name, (size_bytes, here) in there.items() if size_bytes == here}
         self._unknown = defaultdict[tuple[str, int], list[RecordName]](list)
-        """By run and step, the records that this store does not have."""
+        """By run and step, the records in the bucket that this store does not have."""
         for name, (_, here) in there.items():
             if here is None:
                 self._unknown[name.run, name.step].append(name)
@@ -227,10 +227,10 @@ class SecondCopies:
     def _is_whole(self, name: RecordName) -> bool:
         if any(name.id in supersedes for supersedes in self._supersedes(name)):
             return False
-        with suppress(IntegrityError, NotFound):  # damaged here, so it is unknown what it names
+        with suppress(IntegrityError, NotFound):  # damaged in this store, so the objects that it needs are unknown
             if self._inventory.has_all_of(self._repo.records.read(name).record):
                 return True
-        if not self._has_warned:  # once: a lifecycle rule removes thousands
+        if not self._has_warned:  # warn once: a lifecycle rule may remove thousands of objects
             self._has_warned = True
             warnings.warn(
                 f"{self._bucket.url} has the record of {name.run}@{name.step}, but not all that it names: such commits "
@@ -241,7 +241,7 @@ class SecondCopies:
         return False
 
     def _supersedes(self, name: RecordName) -> Iterator[Collection[CommitId]]:
-        """Yield, for each record at the step of *name* that the bucket has and this store lacks, what it supersedes."""
+        """For each record at the step of *name* that only the bucket has, yield the commits that it supersedes."""
         layout, records = self._repo.layout, self._repo.records
         for other in self._unknown.get((name.run, name.step), ()):
             with suppress(IntegrityError):  # damaged, so it replaces nothing
@@ -257,9 +257,9 @@ _CLOCK_NS = 2 * 10**9
 
 def collected_since(bucket: Bucket, listed_ns: int) -> bool:
     """Whether a collection may have run in *bucket* since *listed_ns*, by the server's clock."""
-    # A collection stops by itself after half a grace, so an older mark was left by a killed one.
+    # A collection stops by itself after half a grace, so an older mark was left by a killed collection.
     old_before_ns = listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
-    # In this order: a collection that ends between the two listings is in the second one.
+    # In this order: a collection that ends between the two listings appears in the second.
     at_work, ended = map(bucket.listed, (COLLECTIONS_AT_WORK, COLLECTIONS_ENDED))
     return any(mark.modified_ns >= old_before_ns for mark in at_work) or any(
         mark.modified_ns >= listed_ns - _CLOCK_NS for mark in ended
@@ -268,7 +268,7 @@ def collected_since(bucket: Bucket, listed_ns: int) -> bool:
 
 def kept_there(repo: Repository, bucket: Bucket) -> Container[object]:
     """
-    Return the commits of *repo* that may be removed here, since its remote *bucket* has everything they name.
+    Return the commits of *repo* that may be removed locally, since its remote *bucket* has everything they reference.
 
     Raises:
         Conflict: *bucket* belongs to another store.

@@ -1,10 +1,10 @@
 """
-Pull: fetch the commits and pins that a remote has and a store lacks, each in a transaction of its own.
+Pull: fetch the commits and pins that a remote has and a store lacks, each in its own transaction.
 
-Every object is checked against its name before anything names it. Commits that were dropped here stay dropped.
+Every object is checked against its id before anything references it. Locally dropped commits stay dropped.
 
 A partial clone has all records and blobs of its origin, but only the tensors that were needed so far; ``partial.json``
-names the remote that has the rest. New saves in such a store are complete.
+holds the URL of the remote that has the rest. New saves in such a store are complete.
 """
 
 import json
@@ -58,13 +58,13 @@ class Pulled:
 
     url: str
     commits: tuple[str, ...]
-    """References of the commits that were not here before."""
+    """References of the commits that the store did not have before."""
     pins: tuple[str, ...]
     objects: int
     bytes_received: int
     """The size of the objects and blobs that were fetched."""
     dropped: tuple[str, ...] = ()
-    """The ids of commits that were not fetched, because they are in the trash here."""
+    """The ids of commits that were not fetched, because they are in the local trash."""
 
 
 class Origin(Protocol):
@@ -72,18 +72,18 @@ class Origin(Protocol):
 
     @property
     def url(self) -> str:
-        """Its name in messages; for a remote, the URL by which other processes open it."""
+        """The origin's name in messages; for a remote, the URL by which other processes open it."""
 
     @property
     def repo(self) -> Repository:
-        """Its records and blobs."""
+        """The origin's records and blobs."""
 
     def checked(self, ref: BlobRef) -> Iterator[memoryview]:
         """Yield the bytes of *ref*; raises IntegrityError, at the latest at the end, unless they match its name."""
 
 
 class OnDisk:
-    """An open store on a disk as the origin of commits; a partial clone fetches what it lacks."""
+    """An open store on a disk as the origin of commits; a partial clone fetches the objects that it lacks."""
 
     def __init__(self, repo: Repository) -> None:
         self.repo = repo
@@ -108,13 +108,13 @@ def pull(
     progress: Progress,
 ) -> Pulled:
     """
-    Fetch the commits and pins of *remote* that are missing here: those of *runs*, of all runs, or only *refs*.
+    Fetch the commits and pins of *remote* that *repo* lacks: those of *runs*, of all runs, or only *refs*.
 
-    *refs* are names in the remote.
+    *refs* are references in the remote.
 
     Raises:
-        Conflict: It belongs to another store.
-        AlreadyExists: A pin means something else here.
+        Conflict: *remote* belongs to another store.
+        AlreadyExists: A pin refers to something else in *repo*.
         IntegrityError: A commit arrived damaged; all others were fetched.
     """
     theirs = remote.repo.identity.store_id
@@ -129,13 +129,13 @@ def pull(
 
 def send_to_folder(repo: Repository, path: Path, *, run: str, is_whole: bool = True) -> None:
     """
-    Copy the commits of *run* that are newer than all those that the store at *path* has.
+    Copy the commits of *run* that are newer than all of its commits in the store at *path*.
 
-    If it has none yet, copy all of them or, unless *is_whole*, only the newest.
+    If that store has no commits of *run*, copy all of them or, unless *is_whole*, only the newest.
 
     Raises:
         Conflict: *path* holds another store.
-        IntegrityError: A commit is damaged here; the others were copied.
+        IntegrityError: A commit is damaged in *repo*; the others were copied.
     """
     target = open_repository(path, Files())
     try:
@@ -157,14 +157,14 @@ def _newer_commits(
     """
     Return the commits of *run* in *repo* that are newer than all in *target*.
 
-    If *target* has none, return all or, unless *is_whole*, the newest. Damaged ones are added to *failures*.
+    If *target* has none, return all or, unless *is_whole*, the newest. Damaged commits are added to *failures*.
     """
     mine, there = repo.catalog.find(run), target.catalog.find(run)
     newest = None if there is None else there.newest
     rows = [] if mine is None else mine.newer_than(newest)
     commits = []
     for row in rows if is_whole or newest is not None else rows[-1:]:
-        # NotFound: a collection may remove an old one meanwhile.
+        # NotFound: a collection may remove an old commit in the meantime.
         with _deferring_errors(failures, f"{run}@{row.step}"), suppress(NotFound):
             commits.append(repo.catalog.commit(row.name))
     return commits
@@ -182,9 +182,9 @@ def clone(
     remote: Remote, path: Path, *, is_partial: bool = False, shares: Shares = ALONE, progress: Progress
 ) -> Pulled:
     """
-    Make *path* a store with everything that *remote* has, and name the remote ``origin``.
+    Make *path* a store with everything that *remote* has, and add the remote to it as ``origin``.
 
-    After a kill, repeat the call. A *partial* clone fetches tensors only when they are needed.
+    After a kill, repeat the call. With *is_partial*, tensors are fetched only when they are needed.
 
     Raises:
         AlreadyExists: *path* holds another store, or something else.
@@ -229,10 +229,10 @@ class _Pull:
         self._bytes_received = 0
         self._dropped: tuple[str, ...] = ()
         self._there: list[CommitId] = []
-        """The requested commits, which the remote has."""
+        """The requested commits that the remote has."""
 
     def run(self, refs: Iterable[str] | None, runs: Iterable[str] | None) -> Pulled:
-        """Fetch what is missing."""
+        """Fetch the requested commits and pins that are missing locally; None requests all."""
         failures: Failures = {}
         is_whole = refs is None and runs is None
         before = pushed_to(self._repo).get(self._remote.url, frozenset()) if is_whole else ()
@@ -254,7 +254,7 @@ class _Pull:
             for pin in pins:
                 with _deferring_errors(failures, f"pin {pin.name}"), Transaction(self._repo) as tx:
                     self._fetch(pool, tx.objects, pin.record)
-                    tx.objects.publish()  # first, since `pin` expects everything that the record names in its place
+                    tx.objects.publish()  # first, since `pin` expects the record's objects to be in the store
                     tx.pin(pin)
         raise_failures(failures, "fetched")
         return Pulled(
@@ -270,9 +270,9 @@ class _Pull:
         self, refs: Iterable[str] | None, runs: Iterable[str] | None, failures: Failures
     ) -> tuple[list[Commit], list[Pin]]:
         """
-        Return the requested commits and pins that are missing here, commits by step.
+        Return the requested commits and pins that are missing locally, commits by step.
 
-        If everything is requested, damaged ones are added to *failures*.
+        If everything is requested, damaged commits and pins are added to *failures*.
         """
         theirs = self._remote.repo
         if refs is None:
@@ -309,15 +309,15 @@ class _Pull:
         return lacking, missing
 
     def _fetch(self, pool: ThreadPoolExecutor, objects: ObjectWriter, record: CommitRecord) -> None:
-        """Stage everything that *record* names and the store lacks; blobs come after the objects they name."""
+        """Stage everything that *record* references and the store lacks; blobs come after their objects."""
         blobs = [blob for blob in record.blobs if not objects.claim(blob)]
         with self._remote.repo.objects.expected(blobs) as theirs:
             source = replace(self._remote.repo, objects=theirs)
-            # A partial clone gets only the blobs: its source has the objects that they name.
+            # A partial clone gets only the blobs: its source has the objects that they reference.
             described = [] if self._is_partial else blobs
             named = dict.fromkeys(ref for blob in described for ref in named_by(source, blob))
             self._fetch_tensors(pool, objects, record, [ref for ref in named if not objects.reuse(ref)])
-            # After their objects: in its place, a blob promises that everything it names can be found.
+            # After their objects: a blob in the store promises that everything it references can be found.
             for blob in blobs:
                 objects.copy(blob, theirs)
 
@@ -338,17 +338,17 @@ class _Pull:
 
     def _stage_all(self, pool: ThreadPoolExecutor, objects: ObjectWriter, refs: Sequence[BlobRef]) -> None:
         """
-        Stage *refs*, and publish them a few at a time: a pull that is cut off resumes there.
+        Stage *refs*, and publish them a few at a time, so that a pull that is cut off need not fetch those again.
 
-        No record names them yet, so a collection may remove them once they are older than its grace. While this process
-        lives, its staged files are links to them, from which the transaction puts them back.
+        No record references them yet, so a collection may remove them once they are older than its grace. While this
+        process lives, its staged files are hard links to them, from which the transaction restores them.
         """
         sizes = [ref.size_bytes for ref in refs]
         for part in filter(None, cut(sizes, count=min(sum(sizes) // _PUBLISHED_BYTES + 1, _PUBLISHED_TIMES_MAX))):
             try:
                 in_parallel(pool, partial(self._stage, objects), refs[part.start : part.stop])
             finally:
-                objects.publish()  # after an error, too: what has arrived need not be fetched again
+                objects.publish()  # after an error, too: objects that have arrived need not be fetched again
 
     def _stage(self, objects: ObjectWriter, ref: BlobRef) -> None:
         objects.stage(ref, self._counted(ref))
@@ -363,7 +363,7 @@ class _Pull:
 
 @contextmanager
 def _deferring_errors(failures: Failures, name: str) -> Iterator[None]:
-    """Note damage, or a conflicting pin, in *failures* under *name*: the rest can still be fetched."""
+    """Record damage, or a conflicting pin, in *failures* under *name*, so that the rest can still be fetched."""
     try:
         yield
     except (IntegrityError, AlreadyExists) as exc:
@@ -372,7 +372,7 @@ def _deferring_errors(failures: Failures, name: str) -> Iterator[None]:
 
 @contextmanager
 def fetch_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterator[Staged]:
-    """Stage some objects of the bucket at a URL for the leading process, which publishes them."""
+    """Stage some objects from the bucket at a URL for the leading process, which publishes them."""
     url, refs = part
     source = Source(url, repo.layout)
 
@@ -412,7 +412,7 @@ def take_over(remote: Remote, path: Path, *, run: str, is_whole: bool = True) ->
     """
     Pull *run* from *remote* into the store at *path*, which is made if missing; tensors are fetched when needed.
 
-    Unless *is_whole*, pull only commits newer than those that are there or, if there are none, the newest.
+    Unless *is_whole*, pull only commits newer than those in the store or, if it has none, only the newest.
 
     Raises:
         Conflict: *path* holds another store.
@@ -455,7 +455,7 @@ def make_partial(path: Path, identity: StoreIdentity, url: str) -> None:
 
 
 def partial_of(repo: Repository) -> str | None:
-    """Return the URL of the remote that completes *repo*; None if it is not a partial clone."""
+    """Return the URL of the remote that completes *repo*; None if *repo* is not a partial clone."""
     path = repo.layout.partial
     data = repo.files.read_if_there(path, size_bytes_max=OWN_JSON_BYTES_MAX)
     if data is None:
@@ -471,7 +471,7 @@ def partial_of(repo: Repository) -> str | None:
 
 def _make_partial(repo: Repository, url: str) -> None:
     """Record that the remote at *url* has what *repo* lacks."""
-    # Synced before the first record comes: without this file, a missing tensor would look like damage.
+    # Synced before the first record is fetched: without this file, a missing tensor would look like damage.
     with repo.files.temporary(repo.layout.tmp, json.dumps({"url": url}).encode() + b"\n") as source:
         repo.files.rename(source, repo.layout.partial)
     repo.files.sync_directory(repo.layout.root)

@@ -1,8 +1,8 @@
 """
 Push everything that a bucket lacks: objects first, then version and state blobs, then records, pins last.
 
-So if the bucket has a record, it has everything that the record names, however often a push is killed and no matter who
-else pushes. Nothing depends on conditional writes: objects are named by their content, and records never change.
+So if the bucket has a record, it has everything that the record references, even if pushes are killed or run at once.
+Nothing depends on conditional writes: an object's id is the hash of its content, and records never change.
 """
 
 import errno as errnos
@@ -45,7 +45,7 @@ class Pushed:
 
     url: str
     commits: tuple[str, ...]
-    """References of the commits that the remote lacked, in whole or in part."""
+    """References of the commits that the remote lacked wholly or partly."""
     pins: tuple[str, ...]
     objects: int
     bytes_sent: int
@@ -65,14 +65,14 @@ def push(
     Send everything that *bucket* lacks of *refs* or, if None, of every visible commit and pin of *runs* or of all runs.
 
     Once a commit is reported as sent, the remote has all of it. After a kill, a repeated push sends only the rest.
-    If commits or pins are there already, the objects are listed and their sizes compared: those that the remote has
-    lost are sent again. Unless *compares* is set, such commits count as whole, and only new ones cost requests.
-    A pin that means something else there stays as it is, unless *moves_pins* is set.
+    If the remote already has commits or pins, its objects are listed and their sizes compared, and objects that it has
+    lost are sent again. Without *compares*, its commits are assumed complete, and only new commits cost requests.
+    A pin that refers to something else in the remote is left unchanged, unless *moves_pins* is set.
 
     Raises:
         Conflict: The bucket holds another store.
-        AlreadyExists: A pin there means something else; everything else was sent.
-        IntegrityError: Something to be sent is damaged or missing here; everything else was sent.
+        AlreadyExists: A pin refers to something else in the remote; everything else was sent.
+        IntegrityError: Something to be sent is damaged or missing locally; everything else was sent.
     """
     made = claim(bucket, repo.identity)
     pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
@@ -93,8 +93,8 @@ def follow(
     """
     Push, then keep pushing new commits until *stop* is set; yield the first result, and later ones that sent something.
 
-    *refs* is called each time. If the server does not answer, this warns and tries again. Something that cannot be sent
-    is named in one warning, and everything else is sent.
+    *refs* is called before each push. If the server does not answer, `follow` warns and tries again. Commits that
+    cannot be sent are listed in one warning, and everything else is sent.
 
     Raises:
         StorageIO: The server refuses the key, or is full.
@@ -109,7 +109,7 @@ def follow(
         except StorageIO as exc:
             if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
                 raise
-            # A new push, which lists again: we do not know what arrived.
+            # Start a new push, which lists again: we do not know what arrived.
             pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
             warnings.warn(f"{exc}; trying again in {FOLLOW_SECONDS:.0f} s", RemoteNotice, stacklevel=2)
         else:
@@ -129,7 +129,7 @@ Failures = dict[str, LayerstoreError]
 
 
 def raise_failures(failures: Failures, what: str) -> None:
-    """Raise the first of *failures*; its message lists the names of all as not *what*, such as "not sent"."""
+    """Raise the first of *failures*, if any; its message lists all names as not *what*, such as "not sent"."""
     problem = _problem_of(failures, what)
     if problem is not None:
         raise problem
@@ -172,9 +172,9 @@ class _Push:
     """
     One push.
 
-    An object in the bucket is safe if one of our records there names it. A collection may remove any other one that is
-    a day old. So we send such an object again once it is half a day old, and list again before a listing is so
-    old. If a collection is running, we check our objects after it has removed everything that it had listed.
+    An object in the bucket is safe if one of this store's records in the bucket references it. A collection may remove
+    any other object that is a day old. So we send such an object again once it is half a day old, and list again before
+    a listing is half a day old. During a collection, we check our objects after it has removed what it had listed.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket, progress: Progress, *, moves_pins: bool) -> None:
@@ -185,16 +185,16 @@ class _Push:
         self._own: set[RecordName] = set()
         """The records that this push sends."""
         self._common: list[CommitRecord] = []
-        """The records that the bucket had at the last listing, except our own; they vouch for what they name."""
+        """The records in the bucket at the last listing, except this push's own; the objects in them are safe."""
         self._common_blobs: set[ObjectId] = set()
         self._named: Needs | None = None
         self._inventory = Inventory(repo, bucket, lists=False)
         self._listed_ns = self._old_before_ns = 0
-        """By the server's clock."""
+        """Times by the server's clock."""
         self._list_again_at = 0.0
         self._sent: set[ObjectId] = set()
         self._unnamed: dict[ObjectId, BlobRef] = {}
-        """Objects that this push relies on though no record there names them: sent since the last listing, or young."""
+        """Objects that this push relies on without a record in the bucket: sent since the last listing, or young."""
         self.failures: Failures = {}
         """The failures of the last `run`."""
         self._made = False
@@ -205,13 +205,13 @@ class _Push:
         self, names: Sequence[RecordName], pins: Sequence[Pin], failures: Failures, *, made: bool, compares: bool = True
     ) -> Pushed:
         """
-        Send the records *names* and *pins* with everything that they name.
+        Send the records *names* and *pins* with everything that they reference.
 
         Afterwards, `failures` holds *failures* and those of this run. *made* means that this push made the bucket a
-        remote, as another store may have done at the same time. If *compares*, the first run checks commits there.
+        remote, as another store may have done at the same time. With *compares*, the first run checks known commits.
         """
         self.failures, self._made = dict(failures), made
-        # Read before anything is sent, to keep any notes that another push makes in the meantime.
+        # Read before anything is sent, so that notes that another push makes in the meantime are kept.
         before = pushed_to(self._repo).get(self._bucket.url, frozenset())
         layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
         new = [name for name in names if name not in there]
@@ -252,7 +252,7 @@ class _Push:
         return pushed
 
     def _read(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, CommitRecord]]:
-        """Yield the records *names*, except damaged ones and those that a collection has removed here."""
+        """Yield the records *names*, except damaged ones and those that a local collection has removed."""
         for name, commit in self._repo.records.each(names):
             if isinstance(commit, Commit):
                 yield name, commit.record
@@ -264,22 +264,22 @@ class _Push:
     def _incomplete(
         self, names: Iterable[RecordName], *, new: Iterable[CommitRecord]
     ) -> dict[RecordName, CommitRecord]:
-        """Return those of *names* (records in the bucket) that lack an object there; *new* ones are not there yet."""
+        """Return those of *names* (records in the bucket) that lack an object there; *new* records are not sent yet."""
         incomplete, needs = {}, Needs(self._repo)
         for record in new:
             needs.add_readable(record)
-        # Reading the blobs of thousands of commits takes minutes; usually the bucket has all that is here.
+        # Reading the blobs of thousands of commits takes minutes; usually the bucket has all objects of this store.
         self._inventory.nothing_is_lost = self._inventory.has_all_here(besides=needs)
         for name, record in self._read(sorted(names)):
             try:
                 if not self._inventory.has_all_of(record):
                     incomplete[name] = record
-            except (IntegrityError, NotFound) as exc:  # damaged here, so it is unknown what it needs there
+            except (IntegrityError, NotFound) as exc:  # damaged locally, so the objects that it needs are unknown
                 self.failures[f"{name.run}@{name.step}"] = exc
         return incomplete
 
     def _is_settled(self, pin: Pin, *, is_first: bool) -> bool:
-        """Whether *pin* needs no sending; the first time, also look for the objects that it needs."""
+        """Whether *pin* need not be sent; in the first run, also look for the objects that it needs."""
         try:
             return self._has_pin(pin) and (not is_first or self._inventory.has_all_of(pin.record))
         except (AlreadyExists, IntegrityError) as exc:
@@ -287,7 +287,7 @@ class _Push:
             return True
 
     def _has_pin(self, pin: Pin) -> bool:
-        """Whether the bucket has *pin*; raises AlreadyExists if it means something else there and may not be moved."""
+        """Whether the bucket has *pin*; raises AlreadyExists if its pin differs and must not be moved."""
         name = self._repo.layout.name(self._repo.layout.pin(pin.name))
         data = self._bucket.read(name, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
@@ -303,8 +303,8 @@ class _Push:
         if self._moves_pins:
             return False
         raise AlreadyExists(
-            f"pin {pin.name!r} means {theirs.record.run}@{theirs.record.step} in {self._bucket.url}, and something "
-            "else here",
+            f"pin {pin.name!r} refers to {theirs.record.run}@{theirs.record.step} in {self._bucket.url}, but to "
+            "something else here",
             hint=f"layerstore push --move-pins moves it there; layerstore pin --delete {typed(pin.name)} removes the "
             "one here",
         )
@@ -312,12 +312,12 @@ class _Push:
     # -- what is missing -----------------------------------------------------------------------------------------
 
     def _begin(self, *, lists: bool = False) -> None:
-        """Find out which records the bucket has and, with *lists*, which objects; valid for half a grace."""
-        # Both clocks are read before anything is listed, so a slow listing only shortens how long it is valid.
+        """List the bucket's records and, with *lists*, its objects; the listing is valid for half a grace."""
+        # Both clocks are read before anything is listed, so a slow listing is only valid for a shorter time.
         self._list_again_at = hours_on() + REMOTE_GRACE_SECONDS / 2
         self._listed_ns = self._bucket.now_ns()
         self._old_before_ns = self._listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
-        # Our own records do not vouch for objects: we may have sent one while a collection was removing what it names.
+        # Records that this push sent do not make objects safe: a collection may have been removing their objects.
         there = (name for name in pushed_records(self._repo, self._bucket) if name not in self._own)
         self._common = [record for _, record in self._read(there)]
         self._common_blobs = {blob.id for record in self._common for blob in record.blobs}
@@ -327,7 +327,7 @@ class _Push:
         self._unnamed.clear()
 
     def _missing(self, record: CommitRecord, seen: set[ObjectId]) -> list[BlobRef]:
-        """Return the objects of *record* that are missing and not yet *seen*, each blob after everything it names."""
+        """Return the objects of *record* that are missing and not in *seen*, each blob after what it references."""
         self._inventory.look_for([blob for blob in record.blobs if blob.id in self._common_blobs])
         new: dict[BlobRef, bool] = {}
         for blob in record.blobs:
@@ -343,16 +343,16 @@ class _Push:
 
     def _doubtful(self, blob: BlobRef, *, is_common: bool) -> Sequence[BlobRef]:
         """
-        Return the objects that *blob* names, unless this push relies on them without looking.
+        Return the objects that *blob* references, unless this push relies on them without looking them up.
 
-        A blob that is there, and named by a record there, was sent after everything that it names; saves to a bucket
-        rely on that, too. With a listing, looking costs nothing.
+        If the bucket has a blob and a record that references it, the blob was sent after its objects; saves to a bucket
+        rely on this order, too. With a listing, looking up the objects costs nothing.
         """
         is_relied_on = is_common and not self._inventory.is_listed and self._inventory.find(blob) is not None
         return () if is_relied_on else named_by(self._repo, blob)
 
     def _has(self, ref: BlobRef, *, is_common: bool) -> bool:
-        """Whether the bucket has *ref* and will keep it; with *is_common*, a record there names it."""
+        """Whether the bucket has *ref* and will keep it; *is_common* means that a record there references *ref*."""
         entry = self._inventory.find(ref)
         if entry is None:
             return False
@@ -374,16 +374,16 @@ class _Push:
 
     def _send(self, pool: ThreadPoolExecutor, waiting: deque[_Wanted]) -> list[_Wanted]:
         """
-        Send the first of *waiting*, after everything it names; return it, unless it was collected here meanwhile.
+        Send the first of *waiting*, after everything it references; return it unless it failed or was removed locally.
 
-        While a collection of the bucket is at work, send all of *waiting*, so that one check covers them all.
+        While the bucket is being collected, send and return all of *waiting*, so that one check covers them all.
         """
         group = [waiting.popleft()]
         while group:
             if self._is_stale():
                 self._begin()
             group = self._process_each(group, lambda _, record: self._send_objects(pool, record))
-            # Records follow only if the listing is still valid and no collection since has removed an object of ours.
+            # Send records only if the listing is still valid, and no collection since then has removed our objects.
             if self._is_stale():
                 continue
             if collected_since(self._bucket, self._listed_ns):
@@ -399,13 +399,13 @@ class _Push:
                 claim(self._bucket, self._repo.identity)
                 self._made = False
             group = self._process_each(group, self._send_record)
-            if not self._is_stale():  # else we were suspended before a record, and its objects may be gone
-                self._unnamed.clear()  # these records name them now
+            if not self._is_stale():  # otherwise we were suspended before a record, and its objects may be gone
+                self._unnamed.clear()  # the records sent now reference them
                 break
         return group
 
     def _process_each(self, group: Iterable[_Wanted], do: Callable[[Path, CommitRecord], None]) -> list[_Wanted]:
-        """Call *do* for each of *group*; return those that were neither damaged nor collected here meanwhile."""
+        """Call *do* for each of *group*; return those that neither failed nor were removed locally in the meantime."""
         done = []
         for path, record in group:
             try:
@@ -418,13 +418,13 @@ class _Push:
                     raise
                 else:
                     self.failures[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
-                self._list_again_at = 0.0  # no record will name the objects that were already sent for it
+                self._list_again_at = 0.0  # no record will reference the objects that were already sent for this one
         return done
 
     def _send_objects(self, pool: ThreadPoolExecutor, record: CommitRecord) -> None:
         blobs, seen = {blob.id for blob in record.blobs}, set(self._sent)
         missing = self._missing(record, seen)
-        for sends_blobs in (False, True):  # blobs last: they must not name objects that are not there yet
+        for sends_blobs in (False, True):  # blobs last: they must not reference objects that are yet to be sent
             self._send_shares(pool, [ref for ref in missing if (ref.id in blobs) is sends_blobs])
         self._sent |= seen
 
@@ -433,13 +433,13 @@ class _Push:
 
     def _send_record(self, path: Path, _: CommitRecord) -> None:
         if self._is_pin(path) and self._has_pin(self._repo.records.read_pin(path.name)):
-            return  # somebody else sent it meanwhile
+            return  # another process has sent it in the meantime
         data = self._repo.files.read(path, size_bytes_max=RECORD_BYTES_MAX)
         self._bucket.write(self._repo.layout.name(path), lambda: [data])
         self._bytes_sent += len(data)
 
     def _are_there(self) -> bool:
-        """Check objects that no record names yet, after collections have removed everything that they had listed."""
+        """Check the objects of `_unnamed`, once running collections have removed everything that they had listed."""
         self._progress.start("objects checked during a collection", len(self._unnamed))
         time.sleep(2 * REMOTE_MOMENT_SECONDS)
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="look") as pool:
@@ -487,11 +487,11 @@ def send_object(repo: Repository, bucket: Bucket, ref: BlobRef) -> None:
 
 
 def _warn_removed(run: str, step: int) -> None:
-    warnings.warn(f"{run}@{step} was removed here meanwhile, and is not sent", PushedNotice, stacklevel=2)
+    warnings.warn(f"{run}@{step} was removed here during the push, and is not sent", PushedNotice, stacklevel=2)
 
 
 def chunks_of(repo: Repository, ref: BlobRef) -> Iterator[memoryview]:
-    """Yield the bytes of *ref*; raises IntegrityError at the end unless they match its name."""
+    """Yield the bytes of *ref*; raises IntegrityError at the end unless they match the id."""
     hasher = NameHasher()
     with repo.objects.open(ref) as file:
         for data in read_chunks(file):

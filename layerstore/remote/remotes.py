@@ -38,7 +38,7 @@ class Remotes:
 
     def urls(self) -> dict[str, str]:
         """
-        Return all URLs, by name; a hand-edited one that may hold a key is cut to its scheme.
+        Return all URLs, by name; a hand-edited URL that may contain a key is cut to its scheme.
 
         Raises:
             IntegrityError: The file is damaged.
@@ -65,7 +65,7 @@ class Remotes:
         Add *name* for the bucket at *url*; return the URL as recorded. Sends no request.
 
         Raises:
-            AlreadyExists: The name has another URL.
+            AlreadyExists: The name already has a different URL.
             InvalidInput: *url* is not a URL, or *name* is not a valid name.
         """
         check_name(name, what="the remote's name")
@@ -84,7 +84,7 @@ class Remotes:
 
     def remove(self, name: str) -> str:
         """
-        Forget *name* and what was pushed there; return its URL. The bucket itself is not touched.
+        Forget the remote *name* and what was pushed to it; return its URL. The bucket itself is not touched.
 
         *name* may be the URL of a bucket that was pushed to without a name.
 
@@ -154,14 +154,14 @@ class Remotes:
 
 
 def check_elsewhere(url: str, root: Path) -> None:
-    """Raise InvalidInput if *url* is the folder of the store at *root*, because that would be no second copy."""
+    """Raise InvalidInput if *url* is the folder of the store at *root*, which would not be a second copy."""
     folder = folder_at(url)
     if folder is not None and folder.resolve() == root.resolve():
         raise InvalidInput(f"{url} is this very folder; nothing was changed", hint="name another folder")
 
 
 def folder_at(url: str) -> Path | None:
-    """Return the folder that *url* names; None if it names a bucket."""
+    """Return the folder of a ``file`` *url*; None for any other URL."""
     parts = urlsplit(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
@@ -182,12 +182,12 @@ def checked_url(url: str) -> str:
     Return *url* as it is recorded and shown.
 
     Raises:
-        InvalidInput: It is not a URL of a bucket, or holds a password.
+        InvalidInput: *url* is not a URL of a bucket, or contains a password.
     """
     shown = shown_url(url)
     try:
         parts = urlsplit(url)
-    except ValueError:  # whose text repeats the URL, and perhaps a key
+    except ValueError:  # not chained: its text repeats the URL, and perhaps a key
         raise InvalidInput(f"{shown!r} is not a remote", hint="s3://BUCKET/PREFIX or file:///FOLDER") from None
     if not parts.scheme:
         refuse_folder(url)
@@ -216,7 +216,7 @@ def refuse_folder(text: str) -> None:
 
 
 def _folder_meant(text: str) -> Path | None:
-    """Return the folder if *text* is its path; None if *text* may be a key, which no message may repeat."""
+    """Return the folder if *text* is the path of one; None if *text* may be a key, which no message may repeat."""
     try:
         path = Path(text).expanduser().resolve()
         is_new = text.startswith(("/", "./", "../", "~/")) and path.parent != Path("/") and path.parent.is_dir()
@@ -226,12 +226,12 @@ def _folder_meant(text: str) -> Path | None:
 
 
 def _is_place(parts: SplitResult) -> bool:
-    """Whether a URL has nothing but a bucket and a prefix; a key may also be percent-encoded."""
+    """Whether a URL has only a bucket and a prefix, and no key, percent-encoded or not."""
     return re.fullmatch(r"[A-Za-z0-9._$-]*", parts.netloc) is not None and "@" not in unquote(parts.path)
 
 
 def credentials_hint(url: str) -> str:
-    """Return the hint that names the variables with credentials for the server at *url*."""
+    """Return the hint that lists the variables with credentials for the server at *url*."""
     scheme = url.partition(":")[0].lower()
     if scheme == "s3":
         return "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or AWS_PROFILE"

@@ -1,9 +1,9 @@
 """
-Saves directly to a bucket: objects are uploaded from memory, then the blobs that name them, then parts and the record.
+Saves directly to a bucket: objects are uploaded from memory, then the blobs that reference them, then parts and record.
 
-A bucket cannot touch, link or move anything, and nothing depends on conditional writes. A save relies on an object
-because it has just uploaded it, because the object is less than half a day old, or because a record in the bucket names
-it. In each case, no collection removes it before the save's own record is there (docs/internals/durability.md).
+A bucket cannot touch, link or move anything, and nothing depends on conditional writes. A save relies on an object if
+the save has just uploaded it, if the object is less than half a day old, or if a record in the bucket references it. In
+each case, no collection removes the object before the save's own record is written (docs/internals/durability.md).
 """
 
 import contextlib
@@ -36,11 +36,11 @@ from layerstore.storage import Draft, ObjectStore, ObjectWriter, PartStore, Repo
 from layerstore.threads import Threads
 
 _YOUNG_SECONDS = REMOTE_GRACE_SECONDS / 2
-"""A save relies on an object older than this only if a record names it."""
+"""A save relies on an object older than this only if a record references the object."""
 _STILL_YOUNG_SECONDS = REMOTE_GRACE_SECONDS * 2 / 3
-"""The same limit for a save that took so long that it checks everything again."""
+"""The same age limit when a save checks all of its objects again."""
 _WINDOW_SECONDS = REMOTE_GRACE_SECONDS / 8
-"""How old a check may be when the part is written, and how old a part when the record is written."""
+"""How old a check may be when the part is written, and how old a part may be when the record is written."""
 
 
 class Reliance:
@@ -54,14 +54,14 @@ class Reliance:
         self._refreshed_at = hours_on()
         self._server_ahead_ns: int | None = None
         self._version_of: dict[ObjectId, ObjectId] = {}
-        """For each object, a version that names it, among those read so far."""
+        """For each object, a version that references it, among the versions read so far."""
 
     def know(self, objects: Iterable[ObjectId], version: ObjectId) -> None:
-        """Note that *version* names *objects*."""
+        """Remember that *version* references *objects*."""
         self._version_of.update(dict.fromkeys(objects, version))
 
     def note_named(self, blobs: Iterable[BlobRef]) -> None:
-        """Treat *blobs* as named by a record, until the records are read again half a day later."""
+        """Treat *blobs* as referenced by a record until the records are read again, half a day after the last time."""
         with self._guard:
             self._blobs.update(blob.id for blob in blobs)
 
@@ -78,16 +78,16 @@ class Reliance:
         return int(at * 1e9) + self._server_ahead_ns
 
     def has(self, ref: BlobRef, *, seconds: float = _YOUNG_SECONDS, counts_named: bool = True) -> bool:
-        """Whether the bucket has *ref*, younger than *seconds* or, if *counts_named*, named by a record there."""
+        """Whether the bucket has *ref*, younger than *seconds* or, if *counts_named*, referenced by a record."""
         entry = self.bucket.look(self._repo.layout.object_name(ref.id))
         if entry is None or entry.size_bytes != ref.size_bytes:
             return False
-        # Age first: it costs nothing, while `_is_named` may have to read all records of the bucket.
+        # The age first: it costs nothing, while `_is_named` may need to read all records of the bucket.
         return entry.modified_ns > self.server_ns(hours_on() - seconds) or (counts_named and self._is_named(ref.id))
 
     def _is_named(self, object_id: ObjectId) -> bool:
         with self._guard:
-            # A record that was read half a day ago may have gone to the trash since, which keeps its objects for a day.
+            # A record read half a day ago may since have been moved to the trash, which keeps its objects for a day.
             if hours_on() > self._refreshed_at + _YOUNG_SECONDS:
                 began = hours_on()  # before the records are listed, since a listing is as old as its start
                 self._refresh()
@@ -99,7 +99,7 @@ class Reliance:
 
     @cached_property
     def _blobs(self) -> set[ObjectId]:
-        """The version and state blobs that records name. Pins do not count: a pin may be deleted at any time."""
+        """The version and state blobs that records reference. Pins do not count: they may be deleted at any time."""
         records = self._repo.records
         names = (name for run in records.runs() for name in records.names(run))
         commits = (commit for _, commit in records.each(names) if isinstance(commit, Commit))
@@ -107,7 +107,7 @@ class Reliance:
 
     @cached_property
     def _needs(self) -> Needs:
-        """What the newest commit of each run needs."""
+        """The objects that the newest commit of each run needs."""
         needs, catalog = Needs(self._repo), self._repo.catalog
         for run in catalog.runs():
             for row in catalog.view(run).visible[-1:]:
@@ -116,7 +116,7 @@ class Reliance:
 
 
 class _MemoryDraft:
-    """The bytes of an object whose name is not known yet."""
+    """The bytes of an object whose id is not known yet."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -169,21 +169,21 @@ class _MemoryBudget:
 
 
 class BucketWriter(ObjectWriter):
-    """Uploads one commit's new objects as they come, except those that the bucket already has; blobs come last."""
+    """Uploads one commit's objects as they arrive, unless the bucket already has them; blobs are uploaded last."""
 
     def __init__(self, reliance: Reliance, layout: Layout, files: Files, store: ObjectStore, **options: bool) -> None:
         super().__init__(layout, files, store, **options)
         self._reliance = reliance
         reliance.ask_time()
-        # The time L in docs/internals/durability.md: later collections matter, and the part must follow within hours.
+        # The time L in docs/internals/durability.md: collections after L matter, and the part must follow within hours.
         self._begun = self._looked_at = hours_on()
         self._budget = _MemoryBudget(REMOTE_FLIGHT_BYTES)
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
         self._in_flight: list[Future[None]] = []
         self._taken = set[ObjectId]()
-        """Objects that were uploaded or are queued for it."""
+        """Objects that were uploaded or are queued for upload."""
         self._blobs: list[tuple[BlobRef, Bytes]] = []
-        """Held back until `publish`: a blob must not name objects that are not there yet."""
+        """Held back until `publish`: a blob must not reference objects that are not uploaded yet."""
 
     @property
     def bytes_new(self) -> int:
@@ -198,11 +198,11 @@ class BucketWriter(ObjectWriter):
         return self._bytes_reused
 
     def put_back(self, ref: BlobRef) -> bool:
-        """Whether the bucket has *ref*, and will keep it until this commit is there."""
+        """Whether the bucket has *ref*, and will keep it until this commit's record is written."""
         return self._reliance.has(ref)
 
     def claim(self, ref: BlobRef) -> bool:
-        """Claim everything that the version or state blob *ref* names, for a record that inherits it."""
+        """Claim the version or state blob *ref* and everything that it references, for a record that inherits it."""
         if not self._reliance.has(ref):
             return False
         with self._guard:
@@ -225,11 +225,11 @@ class BucketWriter(ObjectWriter):
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Draft]:
-        """Yield memory for bytes whose name becomes known only afterwards."""
+        """Yield memory for the bytes of an object whose id becomes known only at the end."""
         yield _MemoryDraft()
 
     def keep(self, draft: Draft, ref: BlobRef) -> bool:
-        """Upload *draft* as *ref* in the background, unless the bucket has it; return False if it is queued already."""
+        """Upload *draft* as *ref* in the background, unless the bucket has it; return False if it was queued before."""
         assert isinstance(draft, _MemoryDraft), "it is a draft of ours"
         return self._upload(ref, draft.data)
 
@@ -267,7 +267,7 @@ class BucketWriter(ObjectWriter):
                     self._staged[ref.id] = ref, self._layout.object(ref.id)
                     self._bytes_new += ref.size_bytes
         except Exception as exc:  # noqa: BLE001  # raised where somebody waits for the uploads
-            self._budget.fail(exc.with_traceback(None))  # a traceback would keep the data in memory
+            self._budget.fail(exc.with_traceback(None))  # a traceback would keep the uploaded data in memory
         finally:
             self._budget.give_back(ref.size_bytes)
 
@@ -279,28 +279,28 @@ class BucketWriter(ObjectWriter):
 
     @property
     def staged(self) -> Staged:
-        """Return what was uploaded or found in the bucket so far."""
+        """Return the objects that were uploaded or found in the bucket so far."""
         self._wait()
         return super().staged
 
     def publish(self) -> None:
         """
-        Upload the blobs; make sure that everything this commit relies on is there, and will stay.
+        Upload the blobs; make sure that the bucket has everything this commit relies on, and will keep it.
 
         Raises:
             Overtaken: A collection has removed something, or may be about to.
         """
-        # All objects before the first blob: a blob in the bucket promises that everything it names is there.
+        # All objects before the first blob: a blob in the bucket promises that everything it references exists.
         self._wait()
         for ref, data in self._blobs:
             self._submit(ref, data)
         self._blobs.clear()
         self._wait()
-        # Marks are looked for once the objects are there: a collection that begins later also lists later.
+        # Look for marks once the objects are uploaded: a collection that begins later also lists them.
         self._reliance.ask_time()
         is_collected = collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun))
         if is_collected:
-            time.sleep(2 * REMOTE_MOMENT_SECONDS)  # by then that collection has removed what it had listed as old
+            time.sleep(2 * REMOTE_MOMENT_SECONDS)  # after this, that collection has removed what it had listed as old
         if is_collected or not self._is_in_time():
             self._looked_at = hours_on()
             for ref in self._lost(counts_named=True):
@@ -319,8 +319,8 @@ class BucketWriter(ObjectWriter):
         return [ref for ref, is_there in zip(relied, answers, strict=True) if not is_there]
 
     def look_again(self) -> list[BlobRef]:
-        """Return objects that may be gone, or may go soon, because the process was suspended; usually none."""
-        # Our own record does not count as naming them: a collection may have listed the records before ours was there.
+        """Return objects that may have been or may soon be removed, because the process was suspended; usually none."""
+        # A reference from our own record does not count: a collection may have listed the records before ours existed.
         return [] if self._is_in_time() else self._lost(counts_named=False)
 
     def claimed_elsewhere(self) -> list[BlobRef]:
@@ -328,12 +328,12 @@ class BucketWriter(ObjectWriter):
         return []
 
     def discard(self) -> None:
-        """Drop objects that were not uploaded yet; the others stay for the next save, or until a collection."""
+        """Drop objects that were not uploaded yet; the others stay for the next save, or until they are collected."""
         with self._guard:
             self._is_over = True  # before the pool ends: a later submit would raise
         self._pool.shutdown(cancel_futures=True)
         self._in_flight.clear()
-        self._budget.fail(None)  # an error, once raised, keeps the data in memory
+        self._budget.fail(None)  # an error that was raised keeps the uploaded data in memory
 
 
 def _pieces(data: Bytes) -> Iterator[memoryview]:
@@ -343,7 +343,7 @@ def _pieces(data: Bytes) -> Iterator[memoryview]:
 
 
 class BucketParts(PartStore):
-    """The parts of unfinished saves, in the bucket; a collection there removes those of dead jobs after a day."""
+    """The parts of unfinished saves, in the bucket; the bucket's collections remove those of dead jobs after a day."""
 
     def __init__(self, reliance: Reliance, layout: Layout, files: Files, *, store_id: str) -> None:
         super().__init__(layout, files, store_id=store_id)
@@ -351,10 +351,10 @@ class BucketParts(PartStore):
         self._bucket = reliance.bucket
         self._without_retries = reliance.bucket.without_retries()
         """
-        For the end of a save: retries would delay the next save, and often the server has failed five times already.
+        For the end of a save: retries would delay the next save, and often the server has already failed five times.
 
-        Nobody joins a part that is left over; `close_session` or a collection removes it. If a failure cannot be
-        written, the other ranks learn of it from the next reports.
+        So a request may fail: nobody joins a leftover part, and `close_session` or a collection removes it. If a rank's
+        failure cannot be written, the other ranks learn of it from the next reports.
         """
 
     def open_session(self, session: str) -> None:
@@ -366,10 +366,10 @@ class BucketParts(PartStore):
 
     def ranks(self, session: str, save: int) -> set[int]:
         """
-        Return the ranks that have left a part of *save*.
+        Return the ranks that have written a part of *save*.
 
         Raises:
-            Overtaken: A part is so old that a collection may soon remove what it names.
+            Overtaken: A part is so old that a collection may soon remove objects that the part references.
         """
         ranks, pattern = set(), re.compile(rf"parts/{session}/{save}\.(\d{{1,9}})")
         old_ns = self._reliance.server_ns(hours_on() - _WINDOW_SECONDS)
@@ -385,10 +385,10 @@ class BucketParts(PartStore):
         return ranks
 
     def draft(self, part: Part) -> None:
-        """Do nothing: a bucket's collections do not read parts; all that parts name is young or named by a record."""
+        """Do nothing: a bucket's collections ignore parts; the objects in parts are young or referenced by a record."""
 
     def confirm(self, part: Part) -> None:
-        """Make *part* visible; raises Overtaken if that took so long that a collection may remove what it names."""
+        """Make *part* visible; raises Overtaken if that took so long that a collection may remove its objects."""
         began = hours_on()
         self._publish(part, self._bucket)
         # The server dates the part when it arrives, so a write that took hours would make old checks seem fresh.
@@ -397,12 +397,12 @@ class BucketParts(PartStore):
             raise Overtaken("the process was suspended while it wrote its part", hint="save again")
 
     def publish(self, part: Part) -> None:
-        """Make *part* visible unless it is there already; does not retry."""
+        """Make *part* visible unless it already exists; does not retry."""
         self._publish(part, self._without_retries)
 
     def _publish(self, part: Part, bucket: Bucket) -> None:
         if bucket.size(part_name(part.session, part.save, part.rank)) is not None:
-            return  # it may have been joined already; writing it again would also make it look younger
+            return  # it may already be joined, and writing it again would make it look younger
         data = seal_part(part, store_id=self._store_id)
         bucket.write(part_name(part.session, part.save, part.rank), lambda: [data])
 

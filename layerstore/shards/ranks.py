@@ -2,7 +2,7 @@
 The states of a composite's ranks: the base's own, or adapted to another world size.
 
 Sub-groups follow DeepSpeed's own rule. No tree is changed in place, so one rank's tree can serve as the template for
-many. Notes say what does not carry over.
+many. Notes list what does not carry over.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -81,7 +81,7 @@ class RankStates:
     successor: Successor | None
     """Makes a rank's state from an earlier commit's, if FSDP2 saved the base."""
     adapted: Callable[[RankState, int], RankState] | None
-    """Makes the state of a rank from one of the base's; None if the base's trees do not change."""
+    """Makes the state of a rank from a state of the base; None if the base's trees do not change."""
     steps: Mapping[str, tuple[str, int | None]] | None
     """Each parameter's layer and that layer's own optimizer step; None if counters stay as they are."""
     notes: tuple[str, ...]
@@ -99,8 +99,8 @@ class RankStates:
 
     def state(self, rank: int) -> RankState:
         """Return the state of *rank*."""
-        # Ranks that the base had keep their own state; new ones are made from rank 0's, which every base has. Files for
-        # all ranks, including gathered weights, stay with rank 0.
+        # Ranks that the base had keep their own state; states of new ranks are made from rank 0's, which every base
+        # has. Files for all ranks, including gathered weights, stay with rank 0.
         has_own = rank < self.base.world_size
         state = self.repo.state(self.base.states[rank if has_own else 0])
         if self.successor is not None:
@@ -184,7 +184,7 @@ def plan_ranks(
 
 def plan_beside(ranks: RankStates, file: SourceFile, *, own: Collection[str]) -> OutputFile:
     """
-    Plan a file next to the shards: unchanged, or if it is an adapter's, with the values of the chosen layers.
+    Plan a file next to the shards: an adapter's weights with the values of the chosen layers, any other unchanged.
 
     *own* are the parameters of the layers that the base itself saved.
     """
@@ -207,7 +207,7 @@ def _first_state(repo: Repository, base: CommitRecord) -> RankState:
 def _adapter(
     base: CommitRecord, first: RankState, *, world_size: int, is_converted: bool
 ) -> Callable[[RankState, int], RankState] | None:
-    """Return what makes the state of any rank; raises LayoutMismatch if the base's sub-groups cannot be rebuilt."""
+    """Return `RankStates.adapted`; raises LayoutMismatch if the base's sub-groups cannot be rebuilt."""
     if is_converted:
         whole_groups = plan_sub_groups(as_stage_3(first), world_size=world_size, is_by_rule=False)
         return lambda state, rank: regrouped(as_stage_3(state), whole_groups, rank=rank, world_size=world_size)
@@ -223,7 +223,7 @@ def plan_optimizer(
     repo: Repository, composition: Composition, versions: Sequence[LayerVersion], *, adam_step: AdamStep
 ) -> OptimizerState:
     """
-    Return the optimizer of *composition*, parameter by parameter; *versions* are those of its layers.
+    Return the optimizer of *composition*, parameter by parameter; *versions* are the versions of its layers.
 
     Raises:
         LayoutMismatch: The base has no moments, or moments that cannot be split by parameter.
@@ -251,8 +251,8 @@ def check_has_moments(base: CommitRecord) -> None:
     """Raise LayoutMismatch if a collection has dropped the moments of *base*."""
     if WITHOUT_MOMENTS in base.flags:
         raise LayoutMismatch(
-            f"{base.run}@{base.step} has no optimizer moments any more: a collection has dropped them",
-            hint="its weights are there: --format hf exports them, --moments fresh starts anew; or use a newer step",
+            f"{base.run}@{base.step} no longer has optimizer moments: a collection has dropped them",
+            hint="its weights remain: export them (--format hf), start anew (--moments fresh), or use a newer step",
         )
 
 
@@ -264,7 +264,7 @@ def _check_fresh(state: RankState) -> None:
             if key != STEP and not (is_sliced and key in _ZERO_AT_FIRST):
                 raise LayoutMismatch(
                     f"the optimizer keeps {key!r}, which does not begin at zero, or not for each parameter",
-                    hint="--moments base continues it",
+                    hint="use --moments base, which keeps it",
                 )
 
 
@@ -273,7 +273,7 @@ def _check_fresh(state: RankState) -> None:
 
 def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]) -> RankState:
     """
-    Return *state* with each sub-group's counter set to that of its layers.
+    Return *state* with each sub-group's counter set to the update count of its layers.
 
     *steps* gives each parameter's layer and the layer's update count.
 
@@ -311,14 +311,14 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
 
 # -- what does not carry over, in plain sentences ------------------------------------------------------------------
 
-# What each rank has for itself: only the first rank's file has some of these, and its metrics are the commit's.
+# Keys whose values differ by rank: some are only in the first rank's file, whose metrics are the commit's.
 _OF_THE_RANK = frozenset(
     {"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings", METRICS}
 )
 
 
 def moments_notes(composition: Composition, *, is_fresh: bool) -> Iterator[str]:
-    """Say which moments the optimizer begins with, if they do not fit the weights."""
+    """Note which moments the optimizer begins with, if they do not belong to the weights."""
     if is_fresh:
         yield (
             "the optimizer's moments are zero and its counters 0, as before the first step, but the learning rate "
@@ -330,7 +330,7 @@ def moments_notes(composition: Composition, *, is_fresh: bool) -> Iterator[str]:
 
 
 def buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
-    """Name buffers that differed between ranks, if there are more ranks now, or fewer."""
+    """Note the buffers that differed between ranks, if the number of ranks changes."""
     odd = {name: shards for name, shards in slices.rank_buffers().items() if shards != world_size}
     if odd:
         name, shards = next(iter(odd.items()))
@@ -346,7 +346,7 @@ def _fate(before: int, after: int) -> str:
 
 
 def gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
-    """Name gathered weights that are not derived from the layers: in a mixture they are still the base's."""
+    """Note gathered weights that are not derived from the layers: in a mixture, they are still the base's."""
     known = {
         name for parameter in slices.parameters.values() for name in (parameter.name, *parameter.aliases)
     } | slices.buffers()
@@ -368,7 +368,7 @@ def gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
 
 
 def notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, world_size: int) -> Iterator[str]:
-    """Say what changes with the number of ranks."""
+    """Note what changes with the number of ranks."""
     random_states = 0
     odd: dict[str, None] = {}
     expected = _own_values(first)

@@ -1,7 +1,7 @@
 """
-DeepSpeed's own state for a commit of FSDP2: an earlier commit of DeepSpeed supplies it, advanced by the updates since.
+DeepSpeed's own state for a commit saved by FSDP2: an earlier DeepSpeed commit's, advanced by the updates since then.
 
-A commit of FSDP2 has only masters and moments. Trees, loss scaler and schedule are DeepSpeed's own.
+A commit saved by FSDP2 has only masters and moments. Trees, loss scaler and schedule are DeepSpeed's own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,20 +30,20 @@ from layerstore.zero3.trees import ENGINE_KEYS, TreeView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Successor:
-    """The states of *before*, a commit of DeepSpeed, as they would be at a later commit of FSDP2."""
+    """The states of *before*, a DeepSpeed commit, as they would be at a later commit saved by FSDP2."""
 
     before: CommitRecord
     notes: tuple[str, ...]
     _updates_since: UpdatesSince
     _files: Mapping[str, SourceFile]
-    """Files of the later commit, which replace those of the same name."""
+    """Files of the later commit, which replace the earlier commit's files of the same name."""
     _client_states: Sequence[Mapping[Tree, Tree]]
     """The user's own state at the later commit, by rank."""
 
     def state(self, state: RankState) -> RankState:
         """Return *state*, a rank's state at *before*, as it would be at the later commit."""
         moved = advance(state, self._updates_since, self._files)
-        # Ranks that FSDP2 did not have get the first rank's.
+        # Ranks that FSDP2 did not have get the first rank's client state.
         kept = self._client_states[state.rank if state.rank < len(self._client_states) else 0]
         tree: dict[Tree, Tree] = {
             key: value for key, value in TreeView.of(moved.model).mapping().items() if key in ENGINE_KEYS
@@ -59,22 +59,22 @@ class Successor:
 
 def successor(repo: Repository, base: CommitRecord, like: str | None) -> Successor:
     """
-    Return DeepSpeed's states for *base*, which FSDP2 saved, advanced from the commit that *like* names.
+    Return DeepSpeed's states for *base*, which FSDP2 saved, advanced from the DeepSpeed commit *like*.
 
-    Without *like*, that is the newest commit of DeepSpeed in the history of *base*.
+    Without *like*, the newest DeepSpeed commit in the history of *base* is used.
 
     Raises:
-        Unsupported: There is no such commit.
-        InvalidInput: *like* is not a commit of DeepSpeed.
-        LayoutMismatch: That commit has another model or optimizer, or more updates than *base*.
+        Unsupported: The history has no DeepSpeed commit.
+        InvalidInput: *like* was not saved by DeepSpeed.
+        LayoutMismatch: The DeepSpeed commit has another model or optimizer, or more updates than *base*.
     """
     [called] = references_to(repo, [base])
     before = _newest(repo, base) if like is None else resolve(repo, like).record
     if before is None:
         raise Unsupported(
-            f"{called} was saved by FSDP2, and no commit of DeepSpeed came before it: what else DeepSpeed needs is not "
-            "known",
-            hint="--like REF, or like=, names a commit of DeepSpeed of the same model; --format dcp is for FSDP2",
+            f"{called} was saved by FSDP2, and its history has no commit saved by DeepSpeed: what else DeepSpeed needs "
+            "is not known",
+            hint="give a DeepSpeed commit of the same model with --like REF, or like=; for FSDP2, use --format dcp",
         )
     [named] = references_to(repo, [before])
     if before.is_dcp:
@@ -95,7 +95,7 @@ def successor(repo: Repository, base: CommitRecord, like: str | None) -> Success
         later=called,
         earlier=named,
     )
-    # The first rank's state has all tensors and values; the others have only values of their own, such as this.
+    # The first rank's state has all tensors and values; the others have only their own values, such as client_state.
     kept = [_client_state(own if number == 0 else DcpState.read(state)) for number, state in enumerate(states)]
     files = {file.path: file for state in states for file in state.files}
     return Successor(
@@ -123,13 +123,13 @@ def _notes(
     yield f"DeepSpeed's own state comes from {named}, advanced by {updates_since.updates} updates"
     stale = [file.path for file in first.files if file.path.rpartition("/")[2] in SCHEDULES and file.path not in files]
     if stale and updates_since.updates:
-        yield f"{stale[0]} comes from {named}, {updates_since.updates} steps behind: set the schedule yourself"
+        yield f"{stale[0]} comes from {named}, {updates_since.updates} steps earlier: set the schedule yourself"
     if taken := sorted(str(key) for key in kept if key in ENGINE_KEYS):
         yield f"client_state[{taken[0]!r}] is left out: DeepSpeed keeps its own under that key"
 
 
 def _newest(repo: Repository, base: CommitRecord) -> CommitRecord | None:
-    """Return the newest commit of DeepSpeed in the history of *base*."""
+    """Return the newest commit that DeepSpeed saved in the history of *base*."""
     rows = repo.catalog.view(base.run).history(base.attempt, step=base.step)
     records = (repo.catalog.commit(row.name).record for row in rows)
     return next((record for record in records if not record.is_dcp), None)

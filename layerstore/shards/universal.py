@@ -2,7 +2,7 @@
 The format ``universal``: a composite as DeepSpeed's Universal Checkpoint, which any number of ranks loads.
 
 Each parameter has a folder with a file for its master and each of its moments, whole; see ``deepspeed.checkpoint``.
-ZeRO-3 gives all param groups the settings of the first that it finds, so settings that differ are left out for it.
+ZeRO-3 gives all param groups the settings of the first group that it finds, so it gets no settings that differ.
 """
 
 import time
@@ -32,7 +32,7 @@ from layerstore.zero3.trees import STEP, TreeView, inner_optimizer, is_dealt, ou
 LATEST_UNIVERSAL = "latest_universal"
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The moments that DeepSpeed's loader asks for; it knows no optimizer but Adam."""
+"""The moments that DeepSpeed's loader requires; the loader supports no optimizer but Adam."""
 
 _MODEL_STATES = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _MODEL_STATES_OF_STAGES_1_AND_2 = "mp_rank_00_model_states.pt"
@@ -46,7 +46,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
 
     Raises:
         LayoutMismatch: The layers do not fit together, or the optimizer is not one that DeepSpeed's loader knows.
-        Unsupported: FSDP2 saved the base, or a parameter's name cannot be a folder's.
+        Unsupported: FSDP2 saved the base, or a parameter's name cannot be a folder name.
     """
     started = time.monotonic()
     base = composition.base
@@ -55,7 +55,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
             f"{base.run}@{base.step} was saved by FSDP2, and not by DeepSpeed",
             hint="use --format dcp for FSDP2; or --format zero3, which ds_to_universal converts",
         )
-    # As a single rank of stage 3 has it: every parameter whole, whatever stage and number of ranks saved it.
+    # Plan for a single rank of stage 3, which holds every parameter whole, whatever stage and ranks saved the base.
     ranks = plan_ranks(repo, composition, RankOptions(world_size=1, as_zero3=True))
     slices, state = ranks.slices, ranks.state(0)
     base_state = repo.state(base.states[0])
@@ -111,7 +111,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
 
 
 def _check_adam(repo: Repository, composition: Composition, optimizer: OptimizerState) -> None:
-    """Raise unless every trained parameter has the moments that DeepSpeed's loader asks for, and no others."""
+    """Raise unless every trained parameter has the moments that DeepSpeed's loader requires, and no others."""
     [called] = references_to(repo, [composition.base])
     for name in (name for group in optimizer.groups for name in group.parameters):
         states = optimizer.sliced.get(name, ())
@@ -124,12 +124,12 @@ def _check_adam(repo: Repository, composition: Composition, optimizer: Optimizer
 
 
 def _notes(slices: Slices, optimizer: OptimizerState) -> Iterator[str]:
-    """Say what DeepSpeed's loader does not load."""
+    """Note what DeepSpeed's loader does not load."""
     differing = sorted(set.union(*(set(group.settings) for group in optimizer.groups)) - _shared(optimizer).keys())
     if differing:
         yield (
-            f"param groups differ in {', '.join(differing)}: ZeRO-3 would give all of them the first group's, so there "
-            "the training script must set it; stages 1 and 2 load each group's own"
+            f"param groups differ in {', '.join(differing)}: ZeRO-3 would give all groups the first group's settings, "
+            "so under ZeRO-3 the training script must set these; stages 1 and 2 load each group's own"
         )
     frozen = sum(not slices.shards(Kind.MASTER, name) for name in slices.parameters)
     kinds = [f"{frozen} frozen parameters"] * bool(frozen) + [f"{len(slices.buffers())} buffers"] * bool(
@@ -154,10 +154,10 @@ def _step(state: RankState) -> Tree:
 
 
 def _optimizer_state(folder: str, state: RankState, optimizer: OptimizerState) -> OutputFile:
-    """Plan what all parameters share: the loss scale, the counter and the groups' settings."""
+    """Plan the file of what all parameters share: the loss scale, the counter and the groups' settings."""
     outer = {key: value for key, value in outer_optimizer(state).mapping().items() if key not in _OF_SLICES}
     members: list[Tree] = list(range(len(optimizer.groups)))
-    # Stage 3 loads optimizer_state_dict, with one group for all; stages 1 and 2 load the groups beside it.
+    # Stage 3 loads optimizer_state_dict, with one group for all parameters; stages 1 and 2 load param_groups.
     for_stage_3: dict[Tree, Tree] = {"state": {0: {STEP: _step(state)}}}
     for_stage_3["param_groups"] = [dict([*_shared(optimizer).items(), ("params", members)])]
     groups: list[Tree] = [
@@ -174,7 +174,7 @@ def _optimizer_state(folder: str, state: RankState, optimizer: OptimizerState) -
 
 
 def _files_of(folder: str, parameter: Parameter, slices: Slices, step: Tree) -> Iterator[OutputFile]:
-    """Plan the files of a parameter: of a frozen one, only its weights."""
+    """Plan the files of a parameter; a frozen parameter has only its weights."""
     name, shape = parameter.name, parameter.shape
     is_trained = slices.shards(Kind.MASTER, name) > 0
     kinds: Mapping[str, tuple[Kind, str]] = {"fp32": (Kind.MASTER if is_trained else Kind.WEIGHTS, "")}

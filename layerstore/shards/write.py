@@ -88,7 +88,7 @@ def execute_compose(
     Write *composition* to the folder *out*, which appears whole or not at all.
 
     Raises:
-        AlreadyExists: *out* is there, and may not be replaced.
+        AlreadyExists: *out* exists, and must not be replaced.
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
         LayoutMismatch: A layer does not fit the base, or the base cannot be adapted to this number of ranks.
     """
@@ -157,7 +157,7 @@ def write_ranks(repo: Repository, part: tuple[_Work, range]) -> Iterator[int]:
     own = work.composition.own_parameters(ranks.versions)
     if not repo.files.is_directory(work.folder):
         raise InvalidInput(
-            f"{work.folder}, which the first process has made, is not there on {platform.node()}",
+            f"{work.folder}, which the first process has made, does not exist on {platform.node()}",
             hint="choose a folder with -o that all hosts see",
         )
     with assembling(
@@ -181,7 +181,7 @@ def _shares(ranks: RankStates, *, count: int) -> list[range]:
     """Return the ranks whose files each of *count* processes writes; the first one also writes gathered weights."""
     gathered = sum(_plan_gathered(weights).size_bytes for weights in ranks.state(0).gathered) if count > 1 else 0
     sizes = [gathered] + [ranks.slices.size_bytes // ranks.world_size] * ranks.world_size
-    # Gathered weights stand before the ranks, so the numbers are one too high.
+    # The first of *sizes* is the gathered weights', so the ranks' numbers are one too high.
     return [range(max(share.start - 1, 0), max(share.stop - 1, 0)) for share in cut(sizes, count=count)]
 
 
@@ -237,9 +237,9 @@ class _Member:
     begin: int = 0
     elements: int = 0
     start: int = 0
-    """Where they start in the storage."""
+    """The index of their first element in the storage."""
     is_derived: bool = False
-    """Whether they may be rounded from what is stored."""
+    """Whether they may be derived, by rounding the stored elements."""
 
 
 class _Rank:
@@ -261,7 +261,7 @@ class _Rank:
         return (self.plan(file, pickles) for file in files)
 
     def plan(self, file: TreeFile, pickles: WrittenPickles) -> OutputFile:
-        """Return the plan of *file*, one of the two."""
+        """Return the plan of *file*, one of the rank's two files."""
         archive = Archives(file.path)
         archive.add(
             file.tree,
@@ -273,10 +273,10 @@ class _Rank:
 
     def filling(self, storage: Storage, *, path: str, offset: int = 0) -> list[Piece]:
         """
-        Return the pieces that fill *storage*, which starts at *offset*, in order; gaps are padding: zeros.
+        Return the pieces that fill *storage*, which starts at *offset*, in order; gaps are padding and stay zero.
 
         Raises:
-            LayoutMismatch: The chosen layers have more or fewer bytes for it.
+            LayoutMismatch: The chosen layers have more or fewer bytes than *storage*.
         """
         filling: list[Piece] = []
         item_bytes = by_code(storage.dtype).bytes
@@ -337,10 +337,10 @@ class _Rank:
                     return {elements * item_bytes}, [whole_one]
                 length = slice_length(elements, self._world_size)
                 valid = valid_elements(elements, self._world_size, rank)
-                # FSDP2 may keep them in another type; DeepSpeed rounds its own.
+                # FSDP2 may keep frozen weights in another type; DeepSpeed rounds its own.
                 member = _Member(kind=Kind.WEIGHTS, name=name, begin=rank * length, elements=valid, is_derived=True)
                 return {length * item_bytes}, [member] if valid else []
-            case BufferContent(buffer=name) if not self._slices.shards(Kind.BUFFERS, name):  # of FSDP2
+            case BufferContent(buffer=name) if not self._slices.shards(Kind.BUFFERS, name):  # saved by FSDP2
                 elements = prod(self._slices.parameter(name).shape)
                 member = _Member(kind=Kind.WEIGHTS, name=name, elements=elements, is_derived=True)
                 return {elements * item_bytes}, [member]
@@ -371,7 +371,7 @@ class RankLoad:
         Raises:
             LayoutMismatch: The layers do not fit together, or cannot be adapted to *world_size* ranks.
         """
-        # Only in this copy of the repository, because saving, verifying and exporting need whole versions.
+        # Set only in this copy of the repository: saving, verifying and exporting need whole versions.
         repo = replace(repo, own_versions=own_versions)
         options = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, like=like)
         ranks = plan_ranks(repo, composition, options, is_live=True)
@@ -384,7 +384,7 @@ class RankLoad:
         self._verified: set[BlobRef] = set()
 
     def fill(self, storage: Storage, target: memoryview) -> None:
-        """Read the bytes of a *storage* of the state's trees into *target*, verified."""
+        """Read the bytes of a *storage* of the state's trees into *target*, and verify them."""
         content = storage.content
         if isinstance(content, bytes):
             target[:] = content

@@ -1,11 +1,10 @@
 """
 Work in shares: the processes that a launcher started run one command together.
 
-The first process leads: it runs the command as if it were alone, splits long work into shares, and does the first. The
-others do what it asks and answer with small results. Only the lead writes the final result, a record or a folder's
-final name. So nothing depends on the number of processes, and a process that dies leaves nothing half-done.
-
-`processes.py` carries the questions and answers between them, over the connections that `meeting.py` makes.
+The first process leads: it runs the command as if it were alone, splits long work into shares, and does the first
+share. The others do the shares that the lead sends them, and return small results. Only the lead writes the final
+result, a record or a folder's final name. So the result does not depend on the number of processes, and a process that
+dies leaves nothing half-done. `processes.py` carries the questions and answers over connections from `meeting.py`.
 """
 
 from bisect import bisect_left
@@ -21,14 +20,14 @@ Repository = Any
 
 Work = Callable[[Repository, Any], AbstractContextManager[Answer]]
 """
-A module-level function. It takes the repository that the lead works in and one part of the work, and yields the answer.
+A module-level function. It takes the lead's repository and one part of the work, and yields the answer.
 
-Its resources are released once the lead asks for something else, or ends.
+Its resources are released once the lead sends the next question, or ends.
 """
 
 
 class Shares:
-    """One process, which does all work itself."""
+    """A single process, which does all work itself."""
 
     count = 1
     """The number of processes that share the work."""
@@ -40,8 +39,8 @@ class Shares:
         """
         Have every other process do *work* on one of *parts*, in the store of *repo*, while the lead does its own share.
 
-        The yielded function waits for the answers and returns them in order, or raises the first error of the others.
-        However the block ends, all living processes have finished their work by then.
+        The yielded function waits for the answers and returns them in order, or raises the others' first error.
+        However the block ends, all processes that are still alive have then finished their work.
         """
         assert not parts, "there is nobody to ask"
         yield list
@@ -52,7 +51,7 @@ ALONE = Shares()
 
 def cut(sizes: Sequence[int], *, count: int) -> list[range]:
     """
-    Split items of *sizes* into *count* ranges of indexes with about the same total size.
+    Split items with the given *sizes* into *count* ranges of indexes of about equal total size.
 
     >>> cut([5, 1, 1, 1, 1, 1], count=2)
     [range(0, 1), range(1, 6)]

@@ -1,8 +1,8 @@
 """
 Where the processes that a launcher started meet, and the connections that they make there.
 
-They meet where the ranks of a training job would. The connections are our own, because gloo can wait forever for a
-process that dies while it sends or receives.
+They use the same meeting point as the ranks of a training job. The connections are our own, because gloo can wait
+forever for a process that dies while it sends or receives.
 """
 
 import os
@@ -26,7 +26,7 @@ _HELLO_SECONDS = 20.0
 """How long a connection may take, and how long the lead waits for a caller's first message."""
 _HELLO_BYTES = 40
 """A token of 32 hexadecimal digits, and the process's number."""
-# A process that dies closes its connections. A host that dies does not: it is given up after three silent minutes.
+# A process that dies closes its connections. A host that dies does not: we give up on it after three silent minutes.
 _LIVENESS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -35,17 +35,17 @@ _LIVENESS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 180_000),  # how long sent data may stay unacknowledged, in ms
 )
 _PORTS = range(20_000, 32_000)
-"""Below the range that systems use for outgoing connections."""
+"""Below the port range that systems use for outgoing connections."""
 
-# These say whether all processes are on this host: Open MPI; MPICH and Intel MPI.
+# The number of local and of all processes; if equal, all are on this host. First Open MPI, then MPICH and Intel MPI.
 _LOCAL_COUNTS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
 
 
 def name_meeting_point() -> None:
-    """Set where torch looks for the lead, unless the launcher has done so."""
+    """Set the variables in which torch looks for the lead's address, unless the launcher has set them."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
-    # Open MPI starts its daemons as Slurm steps, and the variables that they pass on name the daemons' hosts.
+    # Open MPI starts its daemons as Slurm steps, so the Slurm variables that its processes inherit are the daemons'.
     is_slurms = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ
     if is_slurms and "SLURM_STEP_NODELIST" in os.environ:
         host = first_host(os.environ["SLURM_STEP_NODELIST"])
@@ -67,14 +67,14 @@ def connect_all(number: int, count: int) -> list[Connection]:
     Meet the others; return the lead's connections to them, in order, or this process's connection to the lead.
 
     Raises:
-        OSError, RuntimeError, ValueError: They do not meet, or the variables that say where are invalid.
+        OSError, RuntimeError, ValueError: The processes do not meet, or the variables with the address are invalid.
     """
-    # torchrun may have a server listening there, which only torch can query.
+    # torchrun may already have a server listening at the meeting point, which only torch can query.
     from torch.distributed.rendezvous import rendezvous
 
     until = time.monotonic() + _MEETING_SECONDS
     meeting, _, _ = next(rendezvous("env://", number, count, timeout=timedelta(seconds=_MEETING_SECONDS)))
-    # That server outlives us: each command, and each restart of a job, stores its port under a key of its own.
+    # torchrun's server outlives us, so each command, and each restart of a job, stores its port under its own key.
     job = f"layerstore {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     key = f"{job} lead {meeting.add(f'{job} process {number}', 1)}"
     if number == 0:
@@ -114,7 +114,7 @@ def _hello(token: str, number: int) -> bytes:
 
 
 def _heard_number(caller: socket.socket, hellos: dict[bytes, int]) -> int | None:
-    """Return the number of the process that calls; None if it does not know the token. Nothing is unpickled yet."""
+    """Return the number of the calling process; None if it does not send the token. Nothing is unpickled yet."""
     caller.settimeout(_HELLO_SECONDS)
     heard = b""
     with suppress(OSError):  # the caller is silent, or gone

@@ -1,8 +1,8 @@
 """
 Work in shares among the processes that a launcher started: the lead's questions and the others' answers, over TCP.
 
-Both are small, and pickled, which is safe: every process runs the same code for the same user, as the ranks of a
-training job do.
+Questions and answers are small, and pickled, which is safe: every process runs the same code for the same user, as the
+ranks of a training job do.
 """
 
 import os
@@ -24,7 +24,7 @@ from layerstore.shares.meeting import connect_all, name_meeting_point
 from layerstore.threads import start
 
 _MEETING_WARNS_AFTER_SECONDS = 20.0
-"""How long until the lead says that it is waiting."""
+"""How long the lead waits for the others before it warns that it is waiting."""
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ class JobNotice(UserWarning):
 class _Question:
     store: str
     session: str
-    """Names a folder that the lead made in the store, which the others must see in theirs; may be empty."""
+    """The name of a folder that the lead made in its store, and that the others must see in theirs; may be empty."""
     cache_size: str | None
     work: Work[Any]
     part: Any
@@ -75,7 +75,7 @@ class Led(Shares):
             finally:
                 # Also after an error: the others listen for the next question only once they have answered this one.
                 if not answers.done():
-                    with suppress(JobLost):  # our own error says more
+                    with suppress(JobLost):  # our own error is more informative
                         _result_of(answers)
 
     def end(self) -> None:
@@ -89,7 +89,7 @@ def _seen_by_all(repo: Repository) -> Iterator[str]:
     """Yield a new session, whose folder no copy of the store has; empty if the store is remote or not writable."""
     session = ""
     if repo.remote is None:
-        with suppress(StorageIO):  # it cannot be written to: without a session, nobody compares the stores
+        with suppress(StorageIO):  # the store is not writable: without a session, nobody compares the stores
             repo.parts.open_session(named := secrets.token_hex(16))
             session = named
     try:
@@ -119,7 +119,7 @@ def serve_lead(number: int, count: int, opened: Callable[[str], AbstractContextM
         while question is not None:
             if question.cache_size is not None:
                 os.environ["LAYERSTORE_CACHE_SIZE"] = question.cache_size
-            # The work's resources are released when the next question comes.
+            # The work's resources are released when the next question arrives.
             with ExitStack() as held, warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 result, problem = None, None
@@ -166,8 +166,8 @@ class _Line:
     """
     The connections between the lead, process 0, and the others.
 
-    A single thread uses them and works through its requests in order. So signals are handled even while it waits, and a
-    question that a signal interrupts is still answered before the others are told to end.
+    A single thread uses them and works through its requests in order. So the main thread handles signals even while
+    that thread waits, and a question that a signal interrupts is still answered before the others are told to end.
     """
 
     def __init__(self, number: int, count: int) -> None:
@@ -180,7 +180,7 @@ class _Line:
             warnings.warn(f"waiting for the {count} processes of this job at {where}", JobNotice, stacklevel=3)
         try:
             self._peers = meeting.result()
-            """The lead's connections to the others, in order; elsewhere, the one to the lead."""
+            """In the lead, its connections to the others, in order; in the others, the connection to the lead."""
         except (OSError, RuntimeError, ValueError) as exc:
             raise JobLost(
                 f"the {count} processes of this job could not connect to each other at {where} ({_words(exc)})",
@@ -193,7 +193,7 @@ class _Line:
         def exchange() -> list[_Answered]:
             self._send(questions)
             answers, lost = [], None
-            # To the end, even if one is lost: the others must finish before this process releases what it holds.
+            # Wait for all, even if one is lost: the others must finish before this process releases its resources.
             for number, peer in enumerate(self._peers, 1):
                 try:
                     answers.append(peer.recv())
@@ -225,7 +225,7 @@ class _Line:
 
     def _send(self, messages: Sequence[Any]) -> None:
         for peer, message in zip(self._peers, messages, strict=True):
-            with suppress(OSError):  # it is gone; its missing answer will show that
+            with suppress(OSError):  # the process is gone, as its missing answer will show
                 peer.send(message)
 
     def _call_and_wait(self, call: Callable[[], Result]) -> Result:

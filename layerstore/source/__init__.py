@@ -1,4 +1,4 @@
-"""Read files that others wrote, and that may change or be cut short while we read."""
+"""Read files that other programs wrote, and that may change or be truncated while we read them."""
 
 from layerstore.source.gathered import (
     GatheredFileSource,

@@ -2,8 +2,8 @@
 Gathered weights: the headers of safetensors files that a Trainer writes next to the shards.
 
 Headers are read strictly, and each tensor is matched by name with the parameter or buffer whose bytes it should have.
-An ingest checks bit for bit that it does. For why we do not use the safetensors package, see
-docs/adr/0030-safetensors.md.
+An ingest checks bit for bit that it has them. docs/adr/0030-safetensors.md says why we do not use the safetensors
+package.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,12 +38,12 @@ class GatheredSource:
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Its size."""
+        """The tensor's size."""
         return self.elements * by_code(self.dtype).bytes
 
 
@@ -67,7 +67,7 @@ def read_gathered(
     for path in files:
         header: bytes = b""
         tensors: tuple[GatheredSource, ...] = ()
-        if path.suffix == ".safetensors" and path.name != ADAPTER_WEIGHTS:  # its names are PEFT's
+        if path.suffix == ".safetensors" and path.name != ADAPTER_WEIGHTS:  # an adapter uses PEFT's tensor names
             with open_source(path) as file, suppress(Unsupported):  # an unknown element type: kept byte for byte
                 header = read_header(path, file.read_at, file.size_bytes)
                 tensors = tensors_in(path, header, file.size_bytes, suppliers)
@@ -80,7 +80,7 @@ def read_gathered(
 
 
 def suppliers_of(parameters: Iterable[Parameter], buffers: Iterable[Buffer]) -> Suppliers:
-    """Return the parameter or buffer that each name means; names without wrappers only if they are unambiguous."""
+    """Return parameters and buffers by name; unambiguous names are also accepted without their wrappers."""
     suppliers: dict[str, Parameter | Buffer] = {}
     bare: dict[str, list[Parameter | Buffer]] = {}
     items: list[Parameter | Buffer] = [*parameters, *buffers]
@@ -97,12 +97,12 @@ def suppliers_of(parameters: Iterable[Parameter], buffers: Iterable[Buffer]) -> 
 
 
 def supplier_of(name: str, suppliers: Suppliers) -> Parameter | Buffer | None:
-    """Return the supplier that the tensor *name* of a weights file should equal; None if none has its name."""
+    """Return the supplier that the tensor *name* of a weights file should equal; None if no supplier has that name."""
     return suppliers.get(name) or suppliers.get(strip_wrappers(name))
 
 
 def read_header(path: Path, read_at: Callable[[int, int], bytes], size_bytes: int) -> bytes:
-    """Return the header of the safetensors file *path*, its length field included."""
+    """Return the header of the safetensors file *path*, including its length field."""
     if size_bytes < 8:
         raise _damaged(path, "it is cut short")
     length = int.from_bytes(read_at(0, 8), "little")
@@ -155,7 +155,7 @@ def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSo
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise _damaged(path, f"its header is not a safetensors header ({exc})") from exc
-    # By name, too: a tensor without elements begins where the next one does.
+    # Ties are sorted by name: an empty tensor begins at the same offset as the next tensor.
     return sorted(tensors, key=lambda tensor: (tensor.offset_bytes, tensor.name))
 
 

@@ -1,8 +1,8 @@
 """
 Plain reads of a source checkpoint's files, and the errors that describe them.
 
-Another program owns a source, which may be missing, a pipe, unreadable, or truncated while we read it. It is never
-mapped into memory, because truncating a mapped file would kill the process that reads it (ADR 7).
+Another program owns a source file, which may be missing, a pipe, unreadable, or truncated while we read it. We never
+map it into memory, because truncating a mapped file would kill the process that reads it (ADR 7).
 """
 
 import errno
@@ -15,7 +15,7 @@ from pathlib import Path
 from layerstore.errors import PERMISSION_ERRNOS, InvalidInput, LayerstoreError, SourceCheckpoint, StorageIO
 from layerstore.layers import typed
 
-# Errors of the checkpoint rather than of the disk: nothing is there, or it is not a regular file.
+# Errors of the checkpoint rather than of the disk: the path does not exist, or is not a regular file.
 _NO_SUCH_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 _NO_PATH_ERRNOS = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL})
 _NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.ENXIO, errno.ENODEV})
@@ -25,14 +25,14 @@ class OpenedSource:
     """One open source file, see `open_source`."""
 
     def __init__(self, path: Path, *, fd: int, size_bytes: int, begin: int = 0) -> None:
-        """Wrap the open file *fd*, or its section of *size_bytes* from *begin*: all offsets count from there."""
+        """Wrap the open file *fd*, or its section of *size_bytes* from *begin*: all offsets count from *begin*."""
         self.path = path
         self.size_bytes = size_bytes
         self._fd = fd
         self._begin = begin
 
     def section(self, begin: int, size_bytes: int) -> "OpenedSource":
-        """Return *size_bytes* from *begin* as if they were a file; valid as long as this one."""
+        """Return *size_bytes* from *begin* as if they were a file; valid only while this file is open."""
         if begin + size_bytes > self.size_bytes:
             raise truncated(self.path, f"{begin + size_bytes - self.size_bytes} bytes are missing at its end")
         return OpenedSource(self.path, fd=self._fd, size_bytes=size_bytes, begin=begin)
@@ -42,7 +42,7 @@ class OpenedSource:
         Return exactly *size_bytes* from *offset_bytes*.
 
         Raises:
-            SourceCheckpoint: The file ends before that: it was truncated, perhaps just now.
+            SourceCheckpoint: The file ends too early: it was truncated, perhaps just now.
             StorageIO: The read failed.
         """
         data = bytearray(size_bytes)
@@ -77,11 +77,11 @@ class OpenedSource:
 @contextmanager
 def open_source(path: Path) -> Iterator[OpenedSource]:
     """
-    Open *path* for plain reads, following symbolic links: `discover` has already refused unwanted ones.
+    Open *path* for plain reads, following symbolic links: `discover` has already refused unwanted links.
 
     Raises:
-        SourceCheckpoint: Nothing is there, or it is not a regular file.
-        StorageIO: It cannot be opened; errno is kept.
+        SourceCheckpoint: *path* does not exist, or is not a regular file.
+        StorageIO: *path* cannot be opened; errno is kept.
     """
     # O_NONBLOCK: opening a pipe must return at once instead of waiting for a writer. Regular files ignore it.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -103,8 +103,8 @@ def read_source_file(path: Path, *, size_bytes_max: int) -> bytes:
     Return all bytes of the small file *path*.
 
     Raises:
-        SourceCheckpoint: It is missing, not a regular file, or has more than *size_bytes_max* bytes.
-        StorageIO: It cannot be read.
+        SourceCheckpoint: The file is missing, not a regular file, or has more than *size_bytes_max* bytes.
+        StorageIO: The file cannot be read.
     """
     with open_source(path) as source:
         if source.size_bytes > size_bytes_max:
@@ -123,7 +123,7 @@ def stat_source(path: Path) -> os.stat_result:
 def real_path(path: Path) -> Path:
     """Return *path* without links or dots; raises InvalidInput if it is not a path."""
     try:
-        # is_dir: `resolve` accepts a name that is too long.
+        # `is_dir` fails if the name is too long; `resolve` does not.
         real = path.resolve()
         real.is_dir()
     except (OSError, ValueError, RuntimeError) as exc:  # ValueError: a NUL; RuntimeError: a loop of links

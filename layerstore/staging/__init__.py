@@ -1,4 +1,4 @@
-"""What a save writes before anything names it: objects, plain or compact, version blobs and ranks' states."""
+"""What a save writes before its record: objects, plain or compact, version blobs and ranks' states."""
 
 from layerstore.staging.encode import NONE_COMPACT, Compact, CompactLayers, can_refer, referable
 from layerstore.staging.stage import (

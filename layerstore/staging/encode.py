@@ -1,7 +1,7 @@
 """
-Compact objects: slices are coded as their bytes stream by, and decoded at once to measure what is lost.
+Compact objects: slices are coded as their bytes are read, and decoded at once to measure the loss.
 
-Coding never looks back: blocks are small, scales follow the codes of their slice, and the reference is read alongside.
+Coding is a single pass: blocks are small, scales follow the codes of their slice, and the reference is read alongside.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Compact:
 
 
 def _compact(source: ObjectSource, precision: Precision, older: LayerVersion) -> Compact | None:
-    """Return how *source* is kept in *precision*; None if exactly: there is nothing to code, or to refer to."""
+    """Return how to keep *source* in *precision*; None for exactly: nothing can be coded, or nothing referred to."""
     codings = {precision.coding(source.kind, part.state, part.dtype) for part in source.slices} - {""}
     if not codings:
         return None
@@ -41,17 +41,17 @@ def _compact(source: ObjectSource, precision: Precision, older: LayerVersion) ->
 
 
 def _reference(source: ObjectSource, older: LayerVersion) -> StoredObject | None:
-    """Return the exact masters of the same slices as *source*, from *older* or from what it refers to."""
+    """Return the exact masters of the same slices as *source*, from *older* or from the objects it refers to."""
     masters = (candidate for candidate in older.objects if candidate.kind is Kind.MASTER)
     for stored in (*older.references, *masters):
-        # Where the older version is compact itself, the exact masters are those that it refers to.
+        # If the older version is itself compact, the exact masters are among its references.
         if (stored.shard, stored.shards) == (source.shard, source.shards) and _are_alike(stored, source.slices):
             return stored
     return None
 
 
 def can_refer(layer: LayerSource, precision: Precision, older: LayerVersion) -> bool:
-    """Whether *layer* can be kept in *precision*: if that takes differences, *older* must have all they refer to."""
+    """Whether *layer* can be kept in *precision*: for differences, *older* must have every master they refer to."""
     return older.cut == layer.cut and all(
         source.kind is not Kind.MASTER or not precision.master or _reference(source, older) for source in layer.objects
     )
@@ -60,7 +60,7 @@ def can_refer(layer: LayerSource, precision: Precision, older: LayerVersion) -> 
 def _are_alike(stored: StoredObject, slices: Sequence[SliceSource]) -> bool:
     of_source = [(part.key, part.dtype, part.elements, part.box) for part in slices]
     return (
-        # Never a difference to a difference: errors would add up, and one damaged save would cost all later ones.
+        # Never a difference from a difference: errors would add up, and one damaged save would ruin all later ones.
         not stored.is_coded
         and [(tensor.key, tensor.dtype, tensor.elements, tensor.box) for tensor in stored.tensors] == of_source
     )
@@ -72,14 +72,14 @@ class CompactLayers:
 
     precision: Precision
     older: Mapping[str, LayerVersion]
-    """For each of them, an older version that differences can refer to, directly or through its own references."""
+    """By layer, an older version that differences can refer to, directly or through that version's references."""
 
     def plan(self, layer: str, source: ObjectSource) -> Compact | None:
-        """Return how *source*, an object of *layer*, is kept; None if exactly."""
+        """Return how to keep *source*, an object of *layer*; None for exactly."""
         return _compact(source, self.precision, self.older[layer]) if layer in self.older else None
 
     def references(self, layer: str) -> tuple[StoredObject, ...]:
-        """Return what the objects of *layer* may refer to."""
+        """Return the older objects that the objects of *layer* may refer to."""
         older = self.older.get(layer)
         return () if older is None else (*older.references, *older.objects)
 
@@ -88,17 +88,17 @@ def referable(
     repo: Repository, place: NextCommit, *, shard: int | None, world_size: int
 ) -> tuple[dict[str, LayerVersion], list[str]]:
     """
-    Return what differences can refer to, for the layers inherited at *place*, and the layers that were cut differently.
+    Return the versions that differences can refer to, by layer inherited at *place*, and the layers cut differently.
 
-    *shard* is the only shard of each layer that this rank writes; None if it may write any.
+    *shard* is the only shard of each layer that this rank writes; None if the rank may write any shard.
 
-    A version is left out if the store has lost any of its objects; ranks that know only their own may differ.
+    A version is left out if the store has lost any of its objects; ranks that know only their own objects may differ.
     """
     referred, others = {}, []
     for layer, entry in place.inherited.items():
         with suppress(LayerstoreError):  # damaged: the layer is kept exactly
             version = repo.whole_version_of(entry)
-            # Another number of ranks has cut the slices elsewhere, so none would match.
+            # A different number of ranks has cut the slices differently, so none would match.
             if version is not None and version.world_size != world_size:
                 others.append(layer)
             elif version is not None:
@@ -107,7 +107,7 @@ def referable(
 
 
 def _of_shard(version: LayerVersion, shard: int | None) -> LayerVersion:
-    """Return *version* with only its masters, and without the many that belong to other ranks."""
+    """Return *version* with only its masters, and without the masters of other ranks."""
     return replace(
         version,
         objects=tuple(
@@ -126,7 +126,7 @@ class ObjectEncoding:
     def __init__(self, source: ObjectSource, how: Compact, objects: ObjectStore) -> None:
         codings = [how.precision.coding(source.kind, part.state, part.dtype) for part in source.slices]
         self.tensors = [_uncoded(part, coding) for part, coding in zip(source.slices, codings, strict=True)]
-        """Their checksums become known one after the other."""
+        """Each tensor's checksum is set once its slice is coded."""
         self.reference = how.reference
         self.losses: dict[str, Error] = {}
         """By optimizer state; the key is empty for masters."""
@@ -134,7 +134,7 @@ class ObjectEncoding:
         self._frame, _ = coded_frame(self.tensors, reference=self._name)
         self._offsets = frame(self.tensors).offsets
         self._objects = objects
-        # The reference is read anyway, so hash it on the way: nobody could decode a difference to rotten bytes.
+        # The reference is read anyway, so hash it as well: a difference from corrupt bytes could not be decoded.
         self._hashing = Hashing([self.reference.ref] if self.reference else [])
         self._file = objects.open(self.reference.ref) if self.reference else None
         self._decoded = memoryview(b"")
@@ -150,7 +150,7 @@ class ObjectEncoding:
         return self._frame.size_bytes
 
     def slice(self, number: int, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield what is stored of the slice *number*, whose bytes are *chunks*: if coded, codes and then scales."""
+        """Yield the stored form of slice *number*, whose bytes are *chunks*; if coded, all codes, then the scales."""
         tensor, checksum = self.tensors[number], 0
         if not tensor.coding:
             for chunk in chunks:
@@ -161,17 +161,17 @@ class ObjectEncoding:
             for values in _whole_blocks(chunks):
                 decoded = self._room(len(values))
                 coded = self._coded(number, values, offset, decoded)
-                # Of what a reader will get: coding has changed it from what was in memory.
+                # The checksum covers what a reader will get, which coding has changed.
                 checksum = crc32(decoded, checksum)
                 offset += len(values)
                 scales.append(coded.scales)
                 yield coded.codes
-            # Held back: the file is written front to back, and has a slice's scales after all of its codes.
+            # Last: the file is written front to back, and a slice's scales come after all of its codes.
             yield from scales
         self.tensors[number] = replace(tensor, crc32=checksum)
 
     def _coded(self, number: int, values: memoryview, offset: int, decoded: memoryview) -> Coded:
-        """Code *values*, which come after *offset* bytes of the slice *number*; fill *decoded*."""
+        """Code *values*, which begin at byte *offset* of slice *number*; fill *decoded*."""
         tensor = self.tensors[number]
         coding, reference = CODINGS[tensor.coding], None
         if coding.needs_reference:
@@ -188,13 +188,13 @@ class ObjectEncoding:
         return coded
 
     def _room(self, size_bytes: int) -> memoryview:
-        """Return the buffer for decoded bytes, which all chunks share."""
+        """Return *size_bytes* of the buffer for decoded bytes, which all chunks share."""
         if len(self._decoded) < size_bytes:
             self._decoded = memoryview(bytearray(size_bytes))
         return self._decoded[:size_bytes]
 
     def stored(self, source: ObjectSource, ref: BlobRef, chunks: bytes) -> StoredObject:
-        """Return the finished object; raise IntegrityError if what it refers to is damaged."""
+        """Return the finished object; raise IntegrityError if its reference is damaged."""
         self._hashing.check(self._objects)
         return StoredObject(
             id=ref.id,
@@ -208,7 +208,7 @@ class ObjectEncoding:
         )
 
     def close(self) -> None:
-        """Close what it refers to."""
+        """Close the reference's file."""
         if self._file is not None:
             self._file.close()
 
@@ -226,12 +226,12 @@ def _uncoded(part: SliceSource, coding: str) -> StoredTensor:
 
 
 def _whole_blocks(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes of *chunks*, which may be cut anywhere, in runs of whole blocks and, finally, the rest."""
+    """Yield the bytes of *chunks*, which may be cut anywhere, as stretches of whole blocks, and finally the rest."""
     block_bytes, left = BLOCK * _ITEM_BYTES, b""
     for chunk in chunks:
         data = memoryview(left + bytes(chunk)) if left else chunk
         end = len(data) - len(data) % block_bytes
-        # A copy: a chunk is valid only until the next one is asked for.
+        # A copy: a chunk is valid only until the next one is requested.
         left = bytes(data[end:])
         if end:
             yield data[:end]

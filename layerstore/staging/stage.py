@@ -1,5 +1,5 @@
 """
-Staging: put objects, version blobs and ranks' states into the store before anything names them.
+Staging: put objects, version blobs and ranks' states into the store before anything references them.
 
 A reader supplies the bytes: from the files of a checkpoint, or from the memory of a running engine.
 """
@@ -41,25 +41,25 @@ _OPEN_FILES_MAX = 8
 # Buffers per call: below any system's limit.
 _READ_TOGETHER_MAX = 64
 
-# The only tensor in an object that holds a file or a storage.
+# The tensor's name in an object that holds a file or a storage; it has no other tensor.
 _BYTES_KEY = "bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """The content of a commit, apart from its place in the run."""
+    """The content of a commit, apart from its position in the run."""
 
     versions: dict[str, BlobRef]
     """The version of every layer that was due."""
     states: tuple[BlobRef, ...]
-    """By rank."""
+    """The ranks' states, by rank."""
     bytes_derived: int
     """Gathered weights that were not stored because they follow from the masters."""
     has_moments: bool
     notes: tuple[str, ...] = ()
-    """What was left out, for the user."""
+    """Notes for the user on what was left out."""
     losses: tuple[CodingLoss, ...] = ()
-    """What compact layers lost."""
+    """The coding errors of compact layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class KeptFile:
     """A file that is kept byte for byte with a rank's state."""
 
     name: str
-    """Below the checkpoint folder, with ``/``."""
+    """The path below the checkpoint folder, with ``/``."""
     executable: bool
     place: Path
-    """Where the reader finds its bytes."""
+    """The path from which the reader reads the bytes."""
     size_bytes: int
 
 
@@ -85,11 +85,11 @@ class Reader(Protocol):
         """Yield bytes of *path* in order; each chunk is valid until the next one is asked for."""
 
     def read_into(self, places: Sequence[ReadTarget]) -> None:
-        """Fill each buffer with the bytes of its place."""
+        """Fill each buffer with the bytes at its file and offset."""
 
 
 class SourceReader:
-    """Open files of a source, kept open while many slices of them are read; each thread has its own."""
+    """Reads the files of a source, and keeps a few of them open; each thread has its own open files."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -106,10 +106,10 @@ class SourceReader:
             offset += len(chunk)
 
     def read_into(self, places: Sequence[ReadTarget]) -> None:
-        """Fill each buffer with the bytes of its place; adjacent ones are read in one call."""
+        """Fill each buffer with the bytes at its file and offset; adjacent stretches are read in one call."""
         together: list[memoryview] = []
         before, begin, end = None, 0, 0
-        # Almost always of one file, and then all paths are the same object.
+        # The places are almost always in one file, and then all paths are the same object.
         for path, offset, buffer in sorted(places, key=itemgetter(1)):
             if before is not None and (offset != end or path is not before or len(together) == _READ_TOGETHER_MAX):
                 self._file(before).read_each(together, begin)
@@ -128,7 +128,7 @@ class SourceReader:
         known = files.get(path)
         if known is None:
             if len(files) == _OPEN_FILES_MAX:
-                files.pop(next(iter(files)))[1].close()  # the one that was opened first
+                files.pop(next(iter(files)))[1].close()  # the file that was opened first
             stack = contextlib.ExitStack()
             known = files[path] = stack.enter_context(open_source(path)), stack
             self._stacks.append(stack)
@@ -141,7 +141,7 @@ class SourceReader:
 
 
 class Checksums:
-    """The CRC32 of every stretch of the source that was read, by its position; shared by threads."""
+    """The CRC32 of every stretch of the source that was read, by file and offset; shared by threads."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -158,7 +158,7 @@ class Checksums:
         with self._guard:
             path, known = None, {}
             for part, tensor in zip(slices, tensors, strict=True):
-                if part.path is not path:  # mostly one file's
+                if part.path is not path:  # the slices are mostly of one file
                     path = part.path
                     known = self.known.setdefault(path, {})
                 known[part.offset_bytes] = part.elements * by_code(part.dtype).bytes, tensor.crc32
@@ -170,9 +170,9 @@ class Checksums:
 
     def check(self, storages: Sequence[tuple[str, Located]], reader: SourceReader) -> None:
         """
-        Check every storage's bytes against the checksum that its file states.
+        Check every storage's bytes against the checksum in its file.
 
-        What no slice covered (padding, scalars) is read now.
+        Bytes that no slice covered (padding, scalars) are read now.
 
         Raises:
             SourceCheckpoint: A byte has changed since it was written.
@@ -190,13 +190,13 @@ class Checksums:
                 )
 
     def _parts(self, located: Located, starts: list[int], reader: SourceReader) -> Iterator[tuple[int, int]]:
-        """Yield checksum and size of the stretches that make up *located*; *starts* are its file's known offsets."""
+        """Yield checksum and size of the stretches that make up *located*; *starts* are known offsets in its file."""
         path, position = located.path, located.offset_bytes
         end = position + located.size_bytes
         for offset in starts[bisect_left(starts, position) : bisect_left(starts, end)]:
             length, checksum = self.known[path][offset]
             if offset < position or offset + length > end:
-                continue  # overlaps a stretch that is already covered
+                continue  # it overlaps a stretch already yielded, or ends outside the storage
             if offset > position:
                 yield crc32_of(reader, path, position, offset - position)
             yield checksum, length
@@ -214,12 +214,12 @@ def crc32_of(reader: SourceReader, path: Path, offset: int, size_bytes: int) -> 
 
 
 Witness = Callable[[SliceSource, int, memoryview], None]
-"""Called with every chunk read: the slice, the element that the chunk starts at, and its bytes."""
+"""Called for every chunk read, with the slice, the index of the chunk's first element, and the chunk's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Inspected:
-    """Slices that were read once, and the object that they make up."""
+    """The object made up of slices that were read once."""
 
     ref: BlobRef
     tensors: tuple[StoredTensor, ...]
@@ -241,10 +241,10 @@ class Staging:
         reads_once: bool = False,
     ) -> None:
         """
-        *source* names the checkpoint in errors.
+        *source* is the checkpoint's name in errors.
 
-        With *known_before*, look objects up before writing them; *reads_once* says that the source cannot be read
-        twice.
+        With *known_before*, look objects up before writing them. *reads_once* means that the source can be read only
+        once.
         """
         self._writer = writer
         self._reader = reader
@@ -255,7 +255,7 @@ class Staging:
         self._reads_once = reads_once
         self._likely_known: dict[str, bool] = {}
         self.losses: dict[ObjectId, dict[str, Error]] = {}
-        """What the compact objects lost, by state of the optimizer."""
+        """The coding errors of compact objects, by optimizer state."""
         self._local = threading.local()
 
     def object(self, source: ObjectSource, witness: Witness | None = None) -> StoredObject:
@@ -328,7 +328,7 @@ class Staging:
         return ObjectContent(object=staged.ref, size_bytes=size_bytes, crc32=checksum)
 
     def state(self, state: RankState, files: Iterable[KeptFile], gathered: Iterable[GatheredFile] = ()) -> BlobRef:
-        """Stage a rank's *state* with its *files* and the bytes that its trees point to."""
+        """Stage a rank's *state* with its *files* and the bytes that its trees refer to."""
         kept = tuple(
             SourceFile(
                 path=file.name, executable=file.executable, content=self.content_at(file.place, 0, file.size_bytes)
@@ -338,7 +338,7 @@ class Staging:
         return self.whole_state(replace(state, files=kept, gathered=tuple(gathered)))
 
     def whole_state(self, state: RankState) -> BlobRef:
-        """Stage a rank's *state*, whose files are in it, with the bytes that its trees point to."""
+        """Stage a rank's *state*, which already lists its files, with the bytes that its trees refer to."""
         for file in (state.model, state.optimizer):
             replace_tensors(file.tree, self._with_bytes)
         data = encode_blob(state)
@@ -362,7 +362,7 @@ class Staging:
     def content_at(self, path: Path, offset: int, size_bytes: int) -> bytes | ObjectContent:
         """Return a stretch of *path*, or stage it as an object if it is large."""
         if not size_bytes:
-            return b""  # under stage 3, all weights in the model's file
+            return b""  # under stage 3, all weights in the model's file are empty
         if size_bytes > INLINE_BYTES_MAX:
             return self.bytes_object(path, offset, size_bytes)
         data = b"".join(map(bytes, self._reader.chunks(path, offset, size_bytes)))
@@ -373,16 +373,16 @@ class Staging:
         """
         Stage the object of *slices*, unless the store has it.
 
-        Its name is known only after all bytes were read. Small objects stay in memory until then. A large object that
-        is likely to be new is written as it is read. One that is likely to be in the store is only read; if it must
-        be written after all, it is read again, usually from the page cache.
+        An object's name is known only after all of its bytes were read. Small objects stay in memory until then. A
+        large object is written as it is read if it is likely to be new. If it is likely to be in the store, it is only
+        read; if it must be written after all, it is read again, usually from the page cache.
         """
         framing = frame(slices)
         if framing.size_bytes <= SMALL_OBJECT_BYTES:
             return self._staged_at_once(framing, slices, witness)
         if not self._reads_once and self._likely_known.get(kind, self._known_before):
             inspected = self._inspect(slices, witness)
-            # If the guess was wrong, it is read again; its bytes must hash the same, or the source has changed.
+            # If the guess was wrong, the source is read again; if the hash now differs, the source has changed.
             is_known = self._writer.spares_writing(inspected.ref)
             if not is_known:
                 self._writer.stage(inspected.ref, self._content(slices))
@@ -390,15 +390,15 @@ class Staging:
             with self._writer.draft() as draft:
                 inspected = self._inspect(slices, witness, write=draft.write_at)
                 is_known = not self._writer.keep(draft, inspected.ref)
-        # Frozen layers are mixed with others: the last object of the same kind is the best guess for the next.
+        # Frozen layers are mixed with others: the last object of a kind is the best guess for the next of that kind.
         self._likely_known[kind] = is_known
         return inspected
 
     def _staged_at_once(self, framing: Frame, slices: tuple[SliceSource, ...], witness: Witness | None) -> _Inspected:
-        """Stage a small object as one piece of memory."""
+        """Stage a small object from one buffer."""
         if not hasattr(self._local, "memory"):
             self._local.memory = memoryview(bytearray(SMALL_OBJECT_BYTES))
-        # One buffer for each thread, reused for every object: it is free again once `put` returns.
+        # Each thread reuses one buffer for all of its objects: `put` no longer needs the bytes once it returns.
         data: memoryview = self._local.memory[: framing.size_bytes]
         data[: len(framing.header)] = framing.header
         places = [

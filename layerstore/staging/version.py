@@ -1,5 +1,5 @@
 """
-The version of a layer, which names its objects: made by one process, or joined from what many ranks have packed.
+The version of a layer, which lists its objects: made by one process, or joined from what many ranks have packed.
 
 A rank packs the descriptions of its own slices, so that the rank that commits only has to concatenate a million of
 them.
@@ -29,9 +29,9 @@ def stage_version(
     references: Iterable[StoredObject] = (),
 ) -> BlobRef:
     """
-    Stage the version of *layer* that consists of *objects*, which are put into canonical order.
+    Stage the version of *layer* that consists of *objects*, after putting them into canonical order.
 
-    *references* are objects of older versions that they may refer to.
+    *references* are objects of older versions that *objects* may refer to.
     """
     return join_version(writer, layer, map(pack_object, objects), map(pack_object, references), world_size=world_size)
 
@@ -44,8 +44,8 @@ def join_version(
     *,
     world_size: int,
 ) -> BlobRef:
-    """Do as `stage_version` does, with what several ranks have packed."""
-    # The same order, no matter who staged them: a version is named by the hash of its blob.
+    """Do as `stage_version` does, with objects that several ranks have packed."""
+    # The same order, no matter which process staged them: a version's id is the hash of its blob.
     objects = sorted(objects, key=lambda packed: (_KINDS.index(packed.kind), packed.shards, packed.shard))
     referred = {packed.reference for packed in objects}
     version = LayerVersion(
@@ -56,7 +56,7 @@ def join_version(
         objects=(),
         cut=layer.cut,
     )
-    # Only these: whatever a version names is kept for as long as the version.
+    # No others: the store keeps whatever a version references for as long as it keeps the version.
     older = sorted((packed for packed in references if packed.id in referred), key=attrgetter("shard"))
     data = encode_blob(version, objects, older)
     ref = ref_of(data)
@@ -77,7 +77,7 @@ def layer_part(layer: str, objects: Iterable[StoredObject], compact: CompactLaye
 
 
 def coding_losses(layer: str, objects: Iterable[StoredObject], staging: "Staging") -> Iterator[CodingLoss]:
-    """Yield what the compact *objects* of *layer* lost, for each state of the optimizer and for masters."""
+    """Yield the coding errors of the compact *objects* of *layer*, for each optimizer state and for masters."""
     errors: dict[str, Error] = {}
     for stored in objects:
         for state, lost in staging.losses.get(stored.id, {}).items():

@@ -1,5 +1,5 @@
 """
-The catalog: answers every question about which commits exist, from the folders' listings and the records.
+The catalog answers every query about which commits exist, from the folders' listings and the records.
 
 The index (``index.py``) only saves reading all records: the catalog keeps it in step with the listings, drops it when
 it is damaged, and gives the same answers without it.
@@ -33,7 +33,7 @@ Answer = TypeVar("Answer")
 # How many records are read before they are indexed: an interrupted first scan keeps the batches that it finished.
 _BATCH = 256
 
-# How many vanished commits are named; the others are only counted.
+# How many vanished commits a warning lists; the others are only counted.
 _NAMED_MAX = 10
 
 
@@ -45,7 +45,7 @@ _IN_HISTORY = attrgetter("step", "attempt", "id")
 
 
 class IndexNotice(UserWarning):
-    """The index was rebuilt, cannot be used here, or had rows of commits that are gone."""
+    """The index was rebuilt, cannot be used on this node, or had rows of commits that are gone."""
 
 
 # Without slots: a cached property needs a __dict__.
@@ -61,7 +61,7 @@ class RunView:
 
     @cached_property
     def hidden(self) -> set[CommitId]:
-        """Commits that others supersede."""
+        """Commits that other commits supersede."""
         return {hidden for row in self.rows.values() for hidden in row.supersedes}
 
     @cached_property
@@ -76,7 +76,7 @@ class RunView:
         return self.visible[-1] if self.visible else None
 
     def newer_than(self, row: RecordRow | None) -> list[RecordRow]:
-        """Return the visible commits after *row*, which may come from another store; all of them if it is None."""
+        """Return the visible commits after *row*, which may come from another store; all if *row* is None."""
         return self.visible[0 if row is None else bisect_right(self.visible, _PLACE(row), key=_PLACE) :]
 
     @cached_property
@@ -91,7 +91,7 @@ class RunView:
 
     @property
     def newest_attempt(self) -> int:
-        """The newest attempt that has visible commits; if nothing is visible, the newest of all."""
+        """The newest attempt that has visible commits; if no attempt has, the newest of all."""
         return self.attempts[-1] if self.attempts else self.newest_number
 
     def of_attempt(self, attempt: int) -> list[RecordRow]:
@@ -100,9 +100,9 @@ class RunView:
 
     def fork_of(self, attempt: int) -> Fork | None:
         """
-        Return where *attempt* forked from an earlier one; records of later attempts state it too.
+        Return where *attempt* forked from an earlier one; records of later attempts repeat that fork.
 
-        Attempts are numbered in order, so a record that claims to fork from a later one is not followed.
+        Attempts are numbered in order, so a record that claims to fork from a later attempt is ignored.
         """
         fork = self._forks.get(attempt)
         return fork if fork is not None and fork.attempt < attempt else None
@@ -118,12 +118,12 @@ class RunView:
 
     def history(self, attempt: int, *, step: int | None = None) -> Iterator[RecordRow]:
         """
-        Yield the visible commits of *attempt*, newest first, then those of its ancestors up to each fork.
+        Yield the visible commits of *attempt*, newest first, then its ancestors' commits up to each fork.
 
         With *step*, the history begins at that step or below. If a step has two commits, both are yielded. The iterator
         is lazy, so a caller may stop at any point.
         """
-        # No reversed copies: most callers take one of 10,000.
+        # No reversed copies: most callers take one commit of 10,000.
         segments = [map(rows.__getitem__, range(end - 1, -1, -1)) for rows, end in self._segments(attempt, step)]
         # Merge, not chain: usually one segment ends before the next begins, but an attempt may save below its own fork.
         return heapq.merge(*segments, key=_IN_HISTORY, reverse=True)
@@ -132,7 +132,7 @@ class RunView:
         """
         Return the number of the save at *step* in *attempt*'s history, counted by step from the oldest save's number.
 
-        If nothing is visible there, return the number of *default*.
+        If there is no visible save up to *step*, return the number of *default*.
         """
         segments = self._segments(attempt, step)
         if not segments:
@@ -171,7 +171,7 @@ class RunView:
     @cached_property
     def _forks(self) -> dict[int, Fork | None]:
         forks: dict[int, Fork | None] = {}
-        # The first record of an attempt counts; the others repeat what it states.
+        # The first record of an attempt counts; the others repeat its lineage.
         for row in self._ordered:
             attempt = row.attempt
             for fork in row.lineage:
@@ -183,7 +183,7 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What we know about a run, and a fingerprint of its folder at that time."""
+    """A run as it was last read, with a fingerprint of its folder at that time."""
 
     rows: dict[str, RecordRow]
     """The row of every readable record, by file name."""
@@ -198,7 +198,7 @@ class Catalog:
     """Answers about runs and commits."""
 
     def __init__(self, records: RecordStore, *, directory: Path, store_id: str, is_mirror: bool = False) -> None:
-        """Make the catalog of a store; in a mirror, any process may remove records that the remote no longer has."""
+        """Make the catalog of a store; in a mirror, any process may remove records that are gone from the remote."""
         self._records = records
         self._is_mirror = is_mirror
         self._directory = directory
@@ -211,12 +211,12 @@ class Catalog:
         self._refusal: IndexUnusable | None = None
 
     def close(self) -> None:
-        """Release the index; the next question opens it again."""
+        """Release the index; the next query opens it again."""
         index, self._index = self._index, None
         if index is not None:
             index.close()
 
-    # -- questions -----------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------
 
     def runs(self) -> list[str]:
         """Return the runs that have records, by name."""
@@ -231,7 +231,7 @@ class Catalog:
         Return the present view of *run*.
 
         Raises:
-            NotFound: It has no records.
+            NotFound: *run* has no records.
         """
         view = self.find(run)
         if view is None and run in self._records.pin_names():
@@ -242,7 +242,7 @@ class Catalog:
 
     def find(self, run: str) -> RunView | None:
         """
-        Return the present view of *run*, None if it has no records.
+        Return the present view of *run*; None if *run* has no records.
 
         Lists the folder again only if it may have changed, and reads only new records.
         """
@@ -261,15 +261,15 @@ class Catalog:
 
     def _compared(self, run: str, before: _Known | None) -> _Known:
         """Compare the names in the folder of *run* with the known rows."""
-        # Read the index before listing: a commit published in between is then merely not indexed yet.
+        # Read the index before listing: a commit published in between then merely looks unindexed.
         rows = self.indexed(run) if before is None else before.rows
-        # Take the stamp before the listing: if the folder changes in between, the stamp differs and it is listed again.
+        # Take the stamp before listing: if the folder changes in between, the stamp differs and the folder is relisted.
         stamp = self._records.stamp(run)
         names = set(self._records.listing(run))
         if before is not None:
             if not before.view.damaged and names - before.strangers == rows.keys():
                 return replace(before, stamp=stamp)
-            # The new records may be indexed already, by this process or another.
+            # This process or another may have indexed the new records already.
             new = (name_in(run, name) for name in names - rows.keys())
             rows = self.indexed(run, [name for name in new if name is not None]) | rows
         self._drop_rows(rows[name].name for name in rows.keys() - names)
@@ -294,7 +294,7 @@ class Catalog:
             try:
                 yield row_of(self._records.read(name))
             except LayerstoreError as exc:
-                if self._records.is_listed(name):  # else it was removed meanwhile
+                if self._records.is_listed(name):  # otherwise it was removed in the meantime
                     damaged[name] = exc
 
     def _drop_rows(self, names: Iterable[RecordName]) -> None:
@@ -316,15 +316,15 @@ class Catalog:
         Read and check the record *name*.
 
         Raises:
-            IntegrityError: It is damaged.
-            NotFound: It was removed after it was found, for example by a collection.
+            IntegrityError: The record is damaged.
+            NotFound: The record was removed after it was found, for example by a collection.
         """
         with self._reporting_removal(name):
             return self._records.read(name)
 
     def entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
         """
-        Return what the row of the commit *name* says about *layers*; ``check`` compares that with the record.
+        Return the entries of *layers* in the row of the commit *name*; ``check`` compares them with the record.
 
         Raises as ``commit`` does.
         """
@@ -338,8 +338,8 @@ class Catalog:
         Read and check the record *name*, and make sure that its layers have *entries*.
 
         Raises:
-            IntegrityError: It is damaged, or has other entries.
-            NotFound: It was removed after it was found, for example by a collection.
+            IntegrityError: The record is damaged, or has different entries.
+            NotFound: The record was removed after it was found, for example by a collection.
         """
         with self._reporting_removal(name):
             actual = self._records.read_entries(name, {entry.layer for entry in entries})
@@ -352,7 +352,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def _reporting_removal(self, name: RecordName) -> Iterator[None]:
-        """Turn errors into NotFound if the record was removed meanwhile."""
+        """Turn an IntegrityError into NotFound if the record was removed in the meantime."""
         try:
             yield
         except IntegrityError as exc:
@@ -386,7 +386,7 @@ class Catalog:
 
     def _add_rows(self, rows: list[RecordRow]) -> None:
         self._with_index(lambda index: index.add(rows))
-        # A collection may have removed one of them meanwhile, before there was a row to drop.
+        # A collection may have removed a record in the meantime, before it had a row to drop.
         self.forget(row.name for row in rows if not self._records.is_there(row.name))
 
     def forget(self, names: Iterable[RecordName]) -> None:
@@ -401,10 +401,10 @@ class Catalog:
 
     def rebuild(self) -> int:
         """
-        Rebuild the index from all records; return how many there are.
+        Rebuild the index from all records; return the number of records.
 
         Raises:
-            StorageIO: There can be no index here; queries work without one.
+            StorageIO: No index can be made; queries work without an index.
         """
         with self._guard:
             self.close()
@@ -418,7 +418,7 @@ class Catalog:
         return count
 
     def _with_index(self, ask: Callable[[Index], Answer]) -> Answer | None:
-        """Query the index, replacing it if it is damaged; return None if there can be none."""
+        """Query the index, replacing it if it is damaged; return None if no index can be used."""
         with self._guard:
             for is_last_try in (False, True):
                 if self.index_problem is not None:
@@ -433,23 +433,23 @@ class Catalog:
         return None
 
     def _give_up_or_drop(self, problem: IndexUnusable, *, is_last_try: bool) -> None:
-        """Drop a damaged index, so that the next try makes a new one; if that is impossible, do without."""
+        """Drop a damaged index, so that the next try makes a new one; if that is impossible, work without an index."""
         if not is_last_try and not self._directory.exists():
-            return  # another process dropped it while we opened it
+            return  # another process dropped the index while we opened it
         # Running out of memory or descriptors proves nothing about the index.
         if is_last_try or _errno_of(problem) in PROCESS_ERRNOS or not self._drop():
             self.index_problem, self._refusal = str(problem), problem
-        outcome = "going on without it, slower" if self.index_problem else "rebuilding it from the commit records"
+        outcome = "continuing without it, slower" if self.index_problem else "rebuilding it from the commit records"
         warnings.warn(f"{problem}; {outcome}; no record is lost by it", IndexNotice, stacklevel=2)
 
     def _drop(self) -> bool:
         """Remove the index if possible; a process that has it open can keep using it."""
-        # Rename first, so that other processes find all of it or nothing.
+        # Rename first, so that other processes find either the whole index or none.
         aside = self._directory.with_name(f"{self._directory.name}.old-{secrets.token_hex(4)}")
         try:
             self._directory.rename(aside)
         except OSError:
-            return False  # nothing there, or the store is read-only and its index stays unused
+            return False  # no index, or a read-only store, whose index stays unused
         shutil.rmtree(aside, ignore_errors=True)  # a leftover is a folder that nobody opens
         return True
 
@@ -475,7 +475,7 @@ def _errno_of(problem: IndexUnusable) -> int | None:
 
 def _not_made(problem: IndexUnusable, directory: Path) -> StorageIO:
     return StorageIO(
-        f"{problem}; no record is lost, and questions are answered without an index",
+        f"{problem}; no record is lost, and queries work without the index",
         errno=_errno_of(problem),
         filename=str(directory),
         hint="fix that, or set LAYERSTORE_MANIFEST_DIR to another folder, and repeat the command",

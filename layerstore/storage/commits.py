@@ -4,7 +4,7 @@ The truth of a store on disk: ``store.json``, commit records and pins.
 A commit is visible exactly when its record is linked into its run's folder,
 and durable once that folder is fsynced: *the* commit point.
 
-A store may be migrated while somebody has it open. So a writer rereads ``store.json`` after it has published something,
+A store may be migrated while somebody has it open. So a writer rereads ``store.json`` after publishing,
 and fails if the format has changed.
 """
 
@@ -36,7 +36,7 @@ from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.no_store import no_store_at
 
-# How many records are read to find out their store: few, since every command that fails this way reads them.
+# How many records are read to find the lost store id: few, since every command then reads them before it fails.
 _RECORDS_READ_MAX = 16
 
 
@@ -45,8 +45,8 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
     Return the unchecked text of ``store.json``; *path* is the store's path as the user gave it.
 
     Raises:
-        NoStore: There is none.
-        IntegrityError: There was one, but its ``store.json`` is lost.
+        NoStore: No store is at *path*.
+        IntegrityError: There was a store at *path*, but its ``store.json`` is lost.
     """
     try:
         present = files.exists(layout.identity)
@@ -63,7 +63,7 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
 
 
 def sign_of_a_store(layout: Layout, files: Files) -> str | None:
-    """Return a sign of a store whose ``store.json`` is lost, such as commits; None if there is none."""
+    """Return a sign of a store whose ``store.json`` is lost, such as "commits"; None if there is no sign."""
     signs = (
         (layout.commits, "", "commits"),
         (layout.objects, "[0-9a-f]{2}$", "objects"),
@@ -78,7 +78,7 @@ def sign_of_a_store(layout: Layout, files: Files) -> str | None:
 
 
 def lost_identity(path: Path, sign: str) -> IntegrityError:
-    """Return the error for a store at *path* without ``store.json``; *sign* shows that there was one."""
+    """Return the error for a store at *path* without ``store.json``; *sign* shows that a store was there."""
     return IntegrityError(
         f"{path} holds {sign}, but its store.json is missing; nothing was changed",
         hint="put back a copy of store.json; only a migration changes it after init",
@@ -86,7 +86,7 @@ def lost_identity(path: Path, sign: str) -> IntegrityError:
 
 
 def stated_ids(layout: Layout, files: Files, *, limit: int | None = None) -> Counter[str]:
-    """Count the store ids that readable records and pins name."""
+    """Count the store ids in readable records and pins."""
     folders = [*(layout.commits / run for run in files.names_in_folder(layout.commits)), layout.pins]
     paths = (folder / name for folder in folders for name in files.names_in_folder(folder))
     stated = (store_id for path in paths if (store_id := _stated(files, path)) is not None)
@@ -97,11 +97,11 @@ def _stated(files: Files, path: Path) -> str | None:
     try:
         return stated_store(files.read(path, size_bytes_max=RECORD_BYTES_MAX))
     except LayerstoreError:
-        return None  # damaged, or not a record: the others decide
+        return None  # damaged, or not a record: the other files decide
 
 
 def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
-    """Return *problem*, a damaged or missing ``store.json``, with a hint: the command that rewrites it, if one can."""
+    """Return *problem*, a damaged or missing ``store.json``, with a hint at the command that rewrites it, if any."""
     if files.exists(layout.migrating):
         return problem  # in the middle of a migration only a copy helps
     stated = stated_ids(layout, files, limit=_RECORDS_READ_MAX)
@@ -126,7 +126,7 @@ class RecordName:
 
 
 def name_in(run: str, file_name: str) -> RecordName | None:
-    """Parse *file_name* as a record of *run*; None if it is not one."""
+    """Parse *file_name* as a record of *run*; None if it is not a record."""
     match = RECORD_NAME.fullmatch(file_name)
     return None if match is None else RecordName(run, int(match["step"]), CommitId(match["id"]))
 
@@ -146,7 +146,7 @@ class RecordStore:
         """The text of ``store.json`` as it was last checked, and its unknown flags."""
 
     def refresh(self, *, run: str | None = None) -> frozenset[str]:
-        """Reread the records of *run*, or of all runs, from the bucket that this mirrors; here there is none."""
+        """Reread the records of *run*, or of all runs, from the bucket that this mirrors; a local store has none."""
         del run
         return frozenset()
 
@@ -196,12 +196,12 @@ class RecordStore:
         return network_filesystem(self._layout.commits) is not None
 
     def listed(self) -> Iterator[RecordName | Path]:
-        """Yield the name of every record, as ``commits/`` lists them now, and the path of everything else in there."""
+        """Yield the name of every record in ``commits/``, as listed now, and the path of everything else in it."""
         self._check_folder()
         yield from self.listed_in(self._layout.commits)
 
     def listed_in(self, runs: Path) -> Iterator[RecordName | Path]:
-        """Yield the same for the folder *runs*, whose subfolders hold records; nothing if it does not exist."""
+        """Do as `listed` for the folder *runs*, whose subfolders hold records; yield nothing if *runs* is missing."""
         for run in self._files.names_there(runs):
             folder = runs / run
             if is_name(run) and self._files.is_directory(folder):
@@ -220,28 +220,28 @@ class RecordStore:
         Return the commit *name*, checked.
 
         Raises:
-            IntegrityError: It is damaged or gone.
+            IntegrityError: The record is damaged or gone.
         """
         return self.decode(self.read_bytes(name), name)
 
     def each(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, Commit | LayerstoreError]]:
-        """Yield each of *names* with its commit, or what is wrong with it; skip those removed meanwhile."""
+        """Yield each of *names* with its commit, or the error in reading it; skip records removed in the meantime."""
         for name in names:
             commit: Commit | LayerstoreError
             try:
                 commit = self.read(name)
             except LayerstoreError as exc:
                 if not self.is_listed(name):
-                    continue  # removed meanwhile
+                    continue  # removed in the meantime
                 commit = exc
             yield name, commit
 
     def read_entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
         """
-        Return the checked entries of the commit *name* for those of *layers* that it has.
+        Return the checked entries of the commit *name* for those of *layers* that the commit has.
 
         Raises:
-            IntegrityError: It is damaged or gone.
+            IntegrityError: The record is damaged or gone.
         """
         envelope_name = self._layout.name(self._path(name))
         identity, entries = unseal_entries(
@@ -257,7 +257,7 @@ class RecordStore:
         data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
         for is_listed in self._files.again(path) if data is None and self.is_listed(name) else ():
             data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
-            if data is not None or not is_listed:  # no longer listed: it was removed, not late
+            if data is not None or not is_listed:  # no longer listed: it was removed, rather than late
                 break
         if data is None:
             raise IntegrityError(f"{self._layout.name(path)} is gone", path=str(path))
@@ -272,7 +272,7 @@ class RecordStore:
 
     def is_listed(self, name: RecordName) -> bool:
         """
-        Whether the folder lists the record *name* now, which means that it was neither dropped nor collected.
+        Whether the folder lists the record *name* now; if so, the record was neither dropped nor collected.
 
         A client of a network filesystem may see a file for a minute after another host has removed it.
         """
@@ -291,7 +291,7 @@ class RecordStore:
         return RecordName(commit.record.run, commit.record.step, commit.id)
 
     def name_at(self, path: Path) -> RecordName | None:
-        """Return the record that belongs at *path*, None if none does."""
+        """Return the name of the record whose path is *path*; None if *path* is no record's."""
         return name_in(path.parent.name, path.name) if path.parent.parent == self._layout.commits else None
 
     def encode(self, commit: Commit) -> bytes:
@@ -301,27 +301,27 @@ class RecordStore:
 
     def link(self, commit: Commit) -> tuple[int, ...] | None:
         """
-        Make *commit* visible and durable; return its file's identity for `withdraw`, or None if it was there already.
+        Make *commit* visible and durable; return its file's identity for `withdraw`, or None if the file existed.
 
         Only `layerstore.publish` calls this.
 
-        Everything that it names must be durable already. Once this returns, a power cut cannot lose the commit. If the
+        Everything that it needs must be durable already. Once this returns, a power cut cannot lose the commit. If the
         last fsync fails, the record stays: it is complete, but unconfirmed.
 
         Raises:
             Unsupported: The store was migrated since it was opened. If that happened just now, the migration may have
                 missed the commit.
         """
-        # Before anything is written: in another format the record may belong elsewhere.
+        # Before anything is written: in a newer format, the record's path may differ.
         self.check_store()
         target = self._path(self.name_of(commit))
         self._files.make_directory(target.parent)
         with self._files.temporary(self._layout.tmp, self.encode(commit)) as source:
-            # Taken before others see the file: `withdraw` must not remove a file that another writer puts there later.
+            # Taken before others see the file: `withdraw` must not remove a file that another writer links later.
             identity = self._files.identity(source)
             if not self._files.link_exclusive(source, target):
                 identity = None
-                # Its writer's last fsync may have failed, or the file may have rotted since. The name determines the
+                # The other writer's last fsync may have failed, or its file may have rotted. The name determines the
                 # content, so it is safe to replace the file with our bytes.
                 self._files.rename(source, target)
         try:
@@ -348,8 +348,8 @@ class RecordStore:
         Make sure that the store is still the one that was opened, and that this layerstore may write to it.
 
         Raises:
-            Unsupported: It has been migrated since, or uses something that this layerstore might destroy unknowingly.
-            IntegrityError: It is damaged or gone, or another store has taken its place.
+            Unsupported: The store was migrated since, or uses something that this layerstore might destroy unknowingly.
+            IntegrityError: The store is damaged or gone, or another store is at its path.
         """
         unknown = self._check_identity()
         if unknown:
@@ -360,7 +360,7 @@ class RecordStore:
             )
 
     def _check_identity(self) -> list[str]:
-        """Return the flags that this layerstore does not know; raises if it is not the store that was opened."""
+        """Return the flags that this layerstore does not know; raise if the store is not the one that was opened."""
         layout = self._layout
         text = read_identity(layout, self._files, path=layout.root)
         if self._seen is not None and text == self._seen[0]:
@@ -389,7 +389,7 @@ class RecordStore:
         self.check_store()
         for name in names:
             self._files.unlink(self._path(name))
-        # Sync once for each run. A record that a power cut brings back is whole: objects are removed only after this.
+        # Sync once for each run. A record that a power cut restores is complete: objects are removed only after this.
         for run in {name.run for name in names}:
             self._files.sync_directory(self._layout.run(run))
 
@@ -399,7 +399,7 @@ class RecordStore:
         """Return the names of all pins, and the path of everything else in ``pins/``."""
         names = self._files.names_there(self._layout.pins)
         if not names:
-            # If a copy of the store lost the empty folder, fine; if a migration moved a full one, this raises.
+            # If a copy of the store lacks the empty folder, fine; if a migration moved the folder, this raises.
             self._check_identity()
         return [name if is_name(name) else self._layout.pin(name) for name in names]
 
@@ -412,8 +412,8 @@ class RecordStore:
         Return the pin *name*, checked.
 
         Raises:
-            NotFound: There is none.
-            IntegrityError: It is damaged.
+            NotFound: No such pin exists.
+            IntegrityError: The pin is damaged.
         """
         path = self._layout.pin(name)
         data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
@@ -429,19 +429,19 @@ class RecordStore:
         return NotFound(f"there is no pin {name!r}", hint=did_you_mean(meant, else_="layerstore pin --list"))
 
     def pins(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Pin | LayerstoreError]]:
-        """Yield each pin, or each of *names*, by name, or what is wrong with it; skip those deleted meanwhile."""
+        """Yield all pins, or the pins *names*: each name with the pin or the error in reading it; skip deleted pins."""
         for name in self.pin_names() if names is None else names:
             pin: Pin | LayerstoreError
             try:
                 pin = self.read_pin(name)
             except NotFound:
-                continue  # deleted meanwhile
+                continue  # deleted in the meantime
             except LayerstoreError as exc:
                 pin = exc
             yield name, pin
 
     def readable_pins(self) -> list[Pin]:
-        """Return the readable pins: a damaged one must not break the log, and ``verify`` reports it."""
+        """Return the readable pins: a damaged pin must not break the log; ``verify`` reports it."""
         return [pin for _, pin in self.pins() if isinstance(pin, Pin)]
 
     def link_pin(self, pin: Pin) -> None:
@@ -449,7 +449,7 @@ class RecordStore:
         Make *pin* visible and durable.
 
         Raises:
-            AlreadyExists: There is a pin of that name.
+            AlreadyExists: A pin of that name exists.
             Unsupported: The store was migrated since it was opened.
         """
         self.check_store()
@@ -458,7 +458,7 @@ class RecordStore:
         data = seal_pin(pin, name=envelope_name, store_id=self._store_id)
         with self._files.temporary(self._layout.tmp, data) as source:
             if not self._files.link_exclusive(source, target):
-                # Unlike a record, a pin is not named by its content: one that is there is never replaced.
+                # Unlike a record's, a pin's name does not determine its content: an existing pin is never replaced.
                 raise AlreadyExists(
                     f"somebody else has just made the pin {pin.name!r}; nothing was changed",
                     hint=f"layerstore show {typed(pin.name)}",

@@ -2,7 +2,7 @@
 Coded objects, read as if they were plain: every read decodes the blocks that it touches.
 
 Offsets refer to the plain object with the same tensors, so readers need not know that an object is coded. Nothing
-decoded is kept, and the bytes of a coded object are checked against its name like any other's.
+decoded is kept, and the bytes of a coded object are checked against its name, as for any object.
 """
 
 from bisect import bisect_right
@@ -58,9 +58,9 @@ class CodedObject:
 
     @cached_property
     def layouts(self) -> "list[_Layout]":
-        """Where each of its tensors is, in order."""
+        """Where each of the object's tensors is, in order."""
         plain = frame(self.stored.tensors)
-        # The reference has the same slices, uncoded, so it must be as large as this object would be if plain.
+        # The reference has the same slices, uncoded, so it must be as large as the plain form of this object.
         if self.reference is not None and self.reference.size_bytes != plain.size_bytes:
             raise IntegrityError(f"object {self.reference.id} is listed with a size that its tensors do not have")
         file, first = coded_frame(self.stored.tensors, reference=self.stored.reference)
@@ -71,7 +71,7 @@ class CodedObject:
         ]
 
     def stretches(self, plain: Iterable[Stretch]) -> dict[BlobRef, list[Stretch]]:
-        """Return the stretches to read, by object, for the stretches *plain* of the plain object."""
+        """Return, by object, the stretches to read for the stretches *plain* of the plain object."""
         stretches: dict[BlobRef, list[Stretch]] = {self.stored.ref: []}
         for begin, end in plain:
             for layout in self.layouts:
@@ -83,7 +83,7 @@ class CodedObject:
         return stretches
 
     def open(self, objects: ObjectStore, stretches: Iterable[Stretch] | None) -> "DecodedFile":
-        """Open it for reading *stretches* of the plain object, or all of it."""
+        """Open the object for reading *stretches* of the plain object, or all of it."""
         needed_stretches = None if stretches is None else self.stretches(stretches)
         with ExitStack() as stack:
             ref = self.stored.ref
@@ -100,7 +100,7 @@ class CodedObject:
 
 
 def coded_objects(version: LayerVersion) -> dict[BlobRef, CodedObject]:
-    """Return the coded objects of *version*, each with the object that it refers to, which *version* names too."""
+    """Return the coded objects of *version*, each with its reference, which *version* lists too."""
     references: dict[str, StoredObject] = {stored.id: stored for stored in version.references}
     return {
         stored.ref: CodedObject(stored, references[stored.reference] if stored.reference else None)
@@ -150,20 +150,20 @@ class DecodedFile(OpenFile):
         start = offset - layout.begin - first * _ITEM_BYTES
         size_bytes = (last - first) * _ITEM_BYTES
         parts = [self._file.read_at(begin, end - begin) for begin, end in layout.stretches(first, last)]
-        # A reader may ask for part of a block, but scales apply to whole blocks: decode those, and copy the part out.
+        # A reader may ask for part of a block, but scales apply to whole blocks: decode the blocks, copy the part out.
         is_whole = len(view) == size_bytes
         out = view if is_whole else memoryview(bytearray(size_bytes))
         coding = CODINGS[layout.tensor.coding]
         if coding.needs_reference:
-            assert self._reference is not None, "a version names what its differences refer to"
-            # Into the output: decoding adds the differences in place.
+            assert self._reference is not None, "a version lists the references of its differences"
+            # Read the reference into the output: decoding adds the differences in place.
             self._reference.read_into(out, layout.begin + first * _ITEM_BYTES)
         coding.decode(parts, out if coding.needs_reference else None, out)
         if not is_whole:
             view[:] = out[start : start + len(view)]
 
     def close(self) -> None:
-        """Close the files that it reads; calling it twice is harmless."""
+        """Close the underlying files; calling this twice is harmless."""
         self._file.close()
         if self._reference is not None:
             self._reference.close()

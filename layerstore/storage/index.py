@@ -2,18 +2,18 @@
 The index: one row per commit, enough to plan a composite without reading a record.
 
 It is never the source of truth. Every value has a checksum, the index can be rebuilt from the records at any time, and
-no answer depends on a row being there, so damage costs only time.
+no answer depends on a row being present, so damage costs only time.
 
 Entries (docs/reference/format.md, section 7):
     header              the store, schema and format of this index
-    layers/DIGEST       layer names and a lineage that rows share
+layers/DIGEST       layer names and a lineage, shared by rows
     run/RUN             the name of the run that hashes to RUN
     step/RUN STEP ID    the row of one commit
 Anything that follows from rows (their order, what is hidden, which attempts exist) is derived on demand and never
 stored, so the index cannot contradict itself.
 
 Only this module uses lmdb. A file must not be opened twice in a process, nor used across a fork; LMDB would wait
-forever for another writer; and it trusts the files that it maps, so ``lmdb_file.py`` checks them first. On network
+forever for another writer; and LMDB trusts the files that it maps, so ``lmdb_file.py`` checks them first. On network
 filesystems, mapped files differ between nodes, so the index is then kept on a disk of this node (``repository.py``).
 """
 
@@ -53,11 +53,11 @@ _WRITER_DEADLINE_SECONDS = 10.0
 
 
 class IndexUnusable(LayerstoreError):
-    """The index cannot be used as it is; the records still can."""
+    """The index cannot be used as it is; the records can."""
 
 
 class RecordRow(NamedTuple):
-    """The index's row for one record: all that a plan needs."""
+    """The index's row for one record: everything that a plan needs."""
 
     run: str
     step: int
@@ -83,7 +83,7 @@ class RecordRow(NamedTuple):
 
     @property
     def version_ids(self) -> frozenset[bytes]:
-        """The digests of its layers' versions; much faster to get than its `entries`."""
+        """The digests of its layers' versions; much faster than getting its `entries`."""
         ids = _unpacked(self.versions)[0]
         return frozenset(ids[at : at + DIGEST_BYTES] for at in range(0, len(ids), DIGEST_BYTES))
 
@@ -113,7 +113,7 @@ class RecordRow(NamedTuple):
         return not any(facts[-1] for facts in _unpacked(self.versions)[2])
 
     def entries(self, layers: Collection[str] | None = None) -> dict[str, LayerEntry]:
-        """Return the record's entries for its layers, or for those of *layers* that it has."""
+        """Return the record's entries for all its layers, or for those in *layers*."""
         ids, kind, kinds = _unpacked(self.versions)
         entries = {}
         for place, layer in enumerate(self.layer_names):
@@ -130,7 +130,7 @@ class RecordRow(NamedTuple):
         return entries
 
     def without_moments(self) -> "RecordRow":
-        """Return the commit's row after its moments are dropped."""
+        """Return the row that the commit has without its moments."""
         entries = self.entries().values()
         return self._replace(versions=packed_versions(replace(entry, optimizer_step=None) for entry in entries))
 
@@ -159,7 +159,7 @@ def packed_versions(entries: Iterable[LayerEntry]) -> bytes:
 
 
 def row_of(commit: Commit) -> RecordRow:
-    """Return the row that *commit* has in every index."""
+    """Return the index row of *commit*."""
     record = commit.record
     return RecordRow(
         run=record.run,
@@ -184,7 +184,7 @@ class Index:
         If the folder cannot be written, the index is read as it stands and changes have no effect.
 
         Raises:
-            IndexUnusable: It is damaged, belongs to another store or schema, or cannot be opened here.
+            IndexUnusable: The index is damaged, belongs to another store or schema, or cannot be opened on this node.
         """
         # The context includes the format, so that a migration invalidates all old indexes, even on other nodes.
         self._context = pack({"store": store_id, "schema": SCHEMA, "format": FORMAT})
@@ -212,10 +212,10 @@ class Index:
 
     def rows(self, run: str, names: Iterable[RecordName] | None = None) -> dict[str, RecordRow]:
         """
-        Return the rows of *run*, or only those of its records *names*, by record file name.
+        Return the rows of *run*, or only the rows of its records *names*, by record file name.
 
         Raises:
-            IndexUnusable: One of them is damaged.
+            IndexUnusable: A row is damaged.
         """
         with self._transaction() as transaction:
             if names is None:
@@ -231,7 +231,7 @@ class Index:
 
     def _rows(self, transaction: Any, run: str, rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, RecordRow]]:
         size_bytes = _ROW_HEAD.size
-        for key, data in rows:  # a long run has ten thousand, so avoid calls here
+        for key, data in rows:  # a long run has ten thousand rows, so avoid calls in this loop
             payload = self._unsealed(key, data)
             attempt, save_number, shared, count = _ROW_HEAD.unpack_from(payload)
             _, _, step, digest_of_record = _ROW_KEY.unpack(key)
@@ -289,7 +289,7 @@ class Index:
         return dropped
 
     def _put(self, transaction: Any, key: bytes, payload: bytes) -> None:
-        # An existing value is the same: keys are hashes, or name records that never change.
+        # An existing value is identical: keys are hashes of their values, or belong to records, which never change.
         if transaction.get(key) is None:
             sealed = self._sealed(key, payload)
             # Append if possible: LMDB then fills its pages, and the index needs half as many.
@@ -298,7 +298,7 @@ class Index:
 
     def _change(self, work: Callable[[Any], object]) -> None:
         """
-        Run *work* in a transaction: all of its changes are durable once this returns; none is made if it fails.
+        Run *work* in a transaction: its changes are durable once this returns; if *work* fails, none is made.
 
         If the map is full, it grows and *work* is called once more.
         """
@@ -353,11 +353,11 @@ class Index:
         except lmdb.MapFullError:
             raise  # `_change` makes room
         except lmdb.Error as exc:
-            # After a failed commit the environment is suspect, whatever LMDB says next time.
+            # After a failed commit, the environment is suspect even if LMDB's next call succeeds.
             raise IndexUnusable(f"the index failed: {exc}") from exc
 
     def _environment(self) -> Any:
-        """Return LMDB's own object; raises Internal if it is closed, or was opened before a fork."""
+        """Return LMDB's own object; raise Internal if the index is closed, or was opened before a fork."""
         opened = self._opened
         if opened is None:
             raise Internal("the index was used after it was closed")
@@ -407,9 +407,9 @@ def engine_version() -> str:
 
 
 def index_problem(folder: Path) -> str | None:
-    """Try to make, write and read an index in *folder*; return what fails, None if nothing does."""
+    """Try to make, write and read an index in *folder*; return what fails; None if nothing does."""
     try:
-        for _ in range(2):  # the first makes it with a header, which the second reads
+        for _ in range(2):  # the first makes an index with a header, the second reads it
             Index(folder / "index", store_id="a trial").close()
     except IndexUnusable as exc:
         return str(exc)
@@ -440,7 +440,7 @@ def _acquire(directory: Path) -> _OpenIndex:
             raise IndexUnusable(f"the index folder cannot be used: {exc}") from exc
         identity = (state.st_dev, state.st_ino)
         opened = _open_environments.get(identity)
-        if opened is None or opened.pid != os.getpid():  # one inherited over a fork is the parent's
+        if opened is None or opened.pid != os.getpid():  # one inherited in a fork belongs to the parent
             is_read_only = not os.access(directory, os.W_OK)
             opened = _OpenIndex(_open_environment(directory, read_only=is_read_only), is_read_only)
             _open_environments[identity] = opened
@@ -487,7 +487,7 @@ def _open_environment(directory: Path, *, read_only: bool) -> Any:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse a data file that could crash LMDB; a missing or empty one is fine, LMDB makes its own."""
+    """Refuse a data file that could crash LMDB; a missing or empty file is fine, as LMDB makes a new one."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise IndexUnusable("the index is not a regular file")

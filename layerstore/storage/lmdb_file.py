@@ -3,8 +3,8 @@ LMDB's files, made safe before LMDB maps and trusts them.
 
 Pages of the data file have no checksums: a truncated file, or an offset that points outside its page, kills the process
 with a signal instead of raising an error. So every page that the trees reach is checked first. ``lmdb.verify`` checks
-the same and more, but takes several times as long (ADR 31); tests compare the two. This knows the one kind of table
-that the index uses, and refuses everything else.
+all of this and more, but takes several times as long (ADR 31); tests compare the two. This module knows only the kind
+of table that the index uses, and refuses all others.
 """
 
 import mmap
@@ -53,7 +53,7 @@ class TableEntry(NamedTuple):
 
 
 class _Unsound(Exception):
-    """Something is not as LMDB writes it."""
+    """The file is not as LMDB writes it."""
 
 
 def preallocate_lock_file(path: Path) -> None:
@@ -67,11 +67,11 @@ def preallocate_lock_file(path: Path) -> None:
 
 
 def problem_in(path: Path) -> str | None:
-    """Return what is wrong with the file *path*, None if LMDB can open it; an empty file is fine."""
+    """Return what is wrong with the file *path*; None if LMDB can open it; an empty file is fine."""
     for _ in range(_TRIES):
         before = _meta_pages(path)
         problem = _problem_now(path)
-        # Believe a problem only if no other process committed during the check: pages are reused only after that.
+        # Believe a problem only if no other process committed during the check: only a commit makes LMDB reuse pages.
         if problem is None or _meta_pages(path) == before:
             return problem
     return None
@@ -91,7 +91,7 @@ def _problem_now(path: Path) -> str | None:
         pages = size_bytes // PAGE_BYTES
         if pages < _METAS:
             return "it was cut short"
-        # Map it, as LMDB will: reading a long index would take longer than checking it.
+        # Map the file, as LMDB will: reading a long index would take longer than checking it.
         with (
             mmap.mmap(file.fileno(), pages * PAGE_BYTES, prot=mmap.PROT_READ) as data,
             memoryview(data) as view,
@@ -131,7 +131,7 @@ class _Check:
         self._walk(main, is_free=False, lists=[])
         for listed in lists:
             self._take(_pages_listed(listed))
-        # If no tree reaches a page that is not free, what once led to it was overwritten.
+        # If no tree reaches a page that is not free, the pointer to that page was overwritten.
         if sum(self._is_taken) != self._end - _METAS:
             raise _Unsound("a page is neither used nor free")
 
@@ -216,7 +216,7 @@ class _Check:
             if place > 1 and key <= before:  # the first node has no key
                 raise _Unsound(f"the keys on page {page} are out of order")
             before = key
-            yield low | high << 32  # a branch has no flags: LMDB keeps the upper part of the page's number there
+            yield low | high << 32  # in a branch, the flags are the upper part of the page number
 
     def _large(self, page: int, at: int, value_bytes: int, flags: int) -> tuple[int, int]:
         """Return where the large value of the node before *at* starts, and how many pages it fills."""

@@ -28,7 +28,7 @@ def _is_file(path: Path, files: Files) -> bool:
 
 
 def _store_inside(path: Path, layout: Layout, files: Files) -> Path | None:
-    """Return the store inside *path* that the user may have meant; None if there is none."""
+    """Return the store inside *path* that the user may have meant; None if no store is found."""
     with contextlib.suppress(StorageIO):  # an unreadable folder yields no hint
         for name in ("store", ".layerstore"):
             if files.exists(layout.root / name / layout.identity.name):
@@ -37,7 +37,7 @@ def _store_inside(path: Path, layout: Layout, files: Files) -> Path | None:
 
 
 def _makes_one(path: Path, layout: Layout, files: Files) -> str:
-    """Return a hint on making a store at *path*, or elsewhere if `init` would refuse its content."""
+    """Return a hint on making a store at *path*, or elsewhere if `init` would refuse *path*."""
     with contextlib.suppress(StorageIO):
         if not files.exists(layout.root) or (files.is_directory(layout.root) and not files.names(layout.root)):
             return f"layerstore init {typed(str(path))}, or name yours"

@@ -21,7 +21,7 @@ from layerstore.model import BlobRef, ObjectId
 from layerstore.storage.objects import ObjectStore, check_hash, check_size, read_chunks
 
 _FRESH_SECONDS = 60.0
-"""A file written this recently need not be touched: it stays young for minutes."""
+"""The age up to which a written file need not be touched: it stays young for minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,12 @@ class Staged:
     """New objects, each with its file in ``tmp/``."""
     reused: tuple[BlobRef, ...]
     referred: tuple[BlobRef, ...]
-    """The objects that coded objects refer to."""
+    """The references of coded objects."""
     damaged: tuple[BlobRef, ...]
 
 
 class Draft(Protocol):
-    """Bytes whose name becomes known only once all are there."""
+    """A new object, whose name becomes known only once all its bytes are written."""
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write *data* at *offset*, where the last write ended."""
@@ -47,8 +47,8 @@ class ObjectWriter:
     """
     One commit's new objects: staged first, then published together once their source has proven sound.
 
-    Thread-safe. *past_cache* is for bytes that nobody will reread soon. With *reads_reused*, objects that the store
-    already has are read once and checked against their names.
+    Thread-safe. *past_cache* bypasses the page cache, for bytes that nobody will reread soon. With *reads_reused*,
+    objects that the store already has are read once and checked against their names.
     """
 
     def __init__(
@@ -93,19 +93,19 @@ class ObjectWriter:
 
     @property
     def damaged(self) -> list[BlobRef]:
-        """Objects in the store that turned out to be damaged; staged ones replace them."""
+        """Objects in the store that turned out to be damaged; staged objects replace them."""
         return list(self._damaged.values())
 
     def reuse(self, ref: BlobRef) -> bool:
         """
         Claim *ref* if the store already has it.
 
-        A writer touches first, then looks; a collection renames first, then looks. So one of them sees the other.
+        A writer touches first, then looks; a collection renames first, then looks. So one of the two sees the other.
         """
         with self._guard:
             if ref.id in self._reused or ref.id in self._staged:
                 return True
-        # Not under the lock: a touch may wait for a server, and touching twice does no harm.
+        # Without the lock, because a touch may wait for a server; touching twice does no harm.
         return self.put_back(ref) and self._claimed_as_reused(ref)
 
     def refer(self, ref: BlobRef) -> bool:
@@ -113,7 +113,7 @@ class ObjectWriter:
         is_there = self.put_back(ref)
         if is_there:
             with self._guard:
-                # Kept apart from reused objects, whose bytes count as this save's.
+                # Kept apart from reused objects, whose bytes count towards this save.
                 self._referred[ref.id] = ref
         return is_there
 
@@ -121,7 +121,7 @@ class ObjectWriter:
         """
         Claim *ref* if the store already has it; if not, the caller must write its bytes.
 
-        With *reads_reused*, this reads the object once: a damaged one must be rewritten.
+        With *reads_reused*, this reads the object once: if damaged, it must be rewritten.
         """
         if not self.reads_reused:
             return self.reuse(ref)
@@ -137,7 +137,7 @@ class ObjectWriter:
         return bool(is_sound) and self._claimed_as_reused(ref)
 
     def _is_sound(self, ref: BlobRef) -> bool | None:
-        """Read *ref* in the store; return whether it is sound, None if it is not there."""
+        """Read *ref* in the store; return whether it is sound; None if it is missing."""
         home = self._layout.object(ref.id)
         try:
             return self.store.is_sound(home, ref) if self.put_back(ref) else None
@@ -160,10 +160,10 @@ class ObjectWriter:
 
     def claim(self, ref: BlobRef) -> bool:
         """
-        Claim everything that the version or state blob *ref* names, for a record that inherits it.
+        Claim everything that the version or state blob *ref* refers to, for a record that inherits *ref*.
 
-        A collection keeps what a young blob names. Return False if the blob is not in its place: a collection may be
-        removing its objects, so each must be reused separately.
+        A collection keeps the objects of a young blob. Return False if the blob is not in ``objects/``: a collection
+        may be removing its objects, so each must be reused separately.
         """
         home = self._layout.object(ref.id)
         # Touch first, then look, as in `reuse`.
@@ -178,7 +178,7 @@ class ObjectWriter:
         return [ref for ref in refs if not self.claim(ref)]
 
     def put_back(self, ref: BlobRef) -> bool:
-        """Touch *ref*, linking it back if it lies aside; return whether it is in its place."""
+        """Touch *ref*, linking it back if it lies aside; return whether it is in ``objects/``."""
         home = self._layout.object(ref.id)
         if not self._files.touch(home):
             aside = self._layout.aside / ref.id
@@ -189,7 +189,7 @@ class ObjectWriter:
             try:
                 self._link(aside, ref)
             except StorageIO as exc:
-                if exc.errno != errnos.ENOENT:  # gone from there too
+                if exc.errno != errnos.ENOENT:  # gone from aside too
                     raise
             self._files.sync_directory(home.parent)
         size_bytes = self._files.size(home)
@@ -219,7 +219,7 @@ class ObjectWriter:
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Draft]:
-        """Yield a new file for bytes whose name becomes known only afterwards; it is removed unless kept."""
+        """Yield a new file for bytes whose name becomes known only afterwards; the file is removed unless kept."""
         path = self._layout.tmp / secrets.token_hex(16)
         file = self._files.create(path, sync_ahead=True)
         draft = Stream(file, past_cache=self._past_cache)
@@ -233,7 +233,7 @@ class ObjectWriter:
 
     def keep(self, draft: Draft, ref: BlobRef) -> bool:
         """
-        Stage *draft* as *ref*, unless the store or another draft has that object; return whether it was new.
+        Stage *draft* as *ref*, unless the store has *ref* or another draft is *ref*; return whether it was new.
 
         The draft is synced in the background; `publish` waits for it. Raises if an earlier draft could not be synced.
         """
@@ -243,14 +243,14 @@ class ObjectWriter:
         assert isinstance(draft, Stream), "it is a draft of ours"
         draft.finish()
         with self._guard:
-            # `discard` removes what was staged before it: a file added later would stay in ``tmp/``.
+            # `discard` removes what was staged before the call: a file added later would stay in ``tmp/``.
             if self._is_over or ref.id in self._staged:
                 return False
             self._staged[ref.id] = ref, draft.file.path
             self._written_at[ref.id] = hours_on()
             self._bytes_new += ref.size_bytes
             draft.is_kept = True
-        # Not under the lock: it may wait for the disk.
+        # Without the lock: this may wait for the disk.
         self._syncing.add([draft.file])
         return True
 
@@ -263,7 +263,7 @@ class ObjectWriter:
 
     @property
     def staged(self) -> Staged:
-        """The objects staged so far, now durable, and those found in the store."""
+        """The objects staged so far, made durable, and the claimed objects that the store had."""
         self._syncing.wait()
         with self._guard:
             return Staged(
@@ -291,13 +291,13 @@ class ObjectWriter:
         """
         Make everything staged visible and durable, along with what is reused.
 
-        Once this returns, a power cut cannot lose any of it. If it raises, the store may hold new unnamed objects.
+        Once this returns, a power cut cannot lose any of it. If this raises, new unreferenced objects may be left.
 
         Raises:
             Overtaken: A reused object is gone: a collection or a repair has removed it.
         """
         self._syncing.wait()
-        # Touch them again right before they are named: they may have been found hours ago.
+        # Touch found objects again right before the record refers to them: they may have been found hours ago.
         lost = [ref for ref in self._found if not self.put_back(ref)]
         if lost:
             raise Overtaken(
@@ -311,16 +311,16 @@ class ObjectWriter:
         for folder in folders:
             if not self._files.is_directory(folder):
                 self._files.make_directory(folder, durable=False)
-        # Sync the folders' own names before anything is linked into them.
+        # Sync the new folders' entries before anything is linked into these folders.
         self._files.sync_directory(self._layout.objects)
-        # In the order of staging: a blob promises that the objects it names are there, so it comes after them.
+        # In the order of staging: a blob promises that the objects it refers to exist, so it comes after them.
         for ref, path in self._staged.values():
-            # A file written long ago would be old, so a collection could take it, the moment it is linked. When
-            # other processes wrote theirs is unknown, so those are touched too.
+            # A collection could take a file written long ago as soon as it is linked. When other processes wrote
+            # their files is unknown, so those are touched too.
             if hours_on() > self._written_at.get(ref.id, 0) + _FRESH_SECONDS:
                 self._files.touch(path)
             if ref.id in self._damaged:
-                # The one case in which an object is replaced: by the bytes that its name promises.
+                # The only case in which an object is replaced: a damaged one, by the bytes that its name promises.
                 self._files.rename(path, self._layout.object(ref.id))
             else:
                 self._link(path, ref)
@@ -333,7 +333,7 @@ class ObjectWriter:
             self._files.touch(target)
             size_bytes = self._files.size(target)
             if size_bytes is None:
-                # A collection has just moved it aside.
+                # A collection has just moved the other writer's object aside.
                 self._files.link_exclusive(source, target)
             else:
                 check_size(ref, size_bytes, target)
@@ -342,7 +342,7 @@ class ObjectWriter:
         """
         Return the objects that are gone after all, linking back those that lie aside.
 
-        Call this once the record that names them is visible: from then on no collection takes them. For claimed blobs,
+        Call this once the record that needs them is visible: from then on no collection takes them. For claimed blobs,
         see `claimed_elsewhere`.
         """
         lost = [ref for ref in self._found if not self.put_back(ref)]
@@ -357,7 +357,7 @@ class ObjectWriter:
         return lost
 
     def claimed_elsewhere(self) -> list[BlobRef]:
-        """Return the claimed blobs that are not in their places: their objects may be about to go too."""
+        """Return the claimed blobs that are not in ``objects/``: their objects may be about to go too."""
         return [ref for ref in self._claimed.values() if not self.claim(ref)]
 
     def __enter__(self) -> "ObjectWriter":

@@ -57,7 +57,7 @@ def check_hash(ref: BlobRef, hasher: NameHasher) -> None:
 
 
 def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
-    """Raise IntegrityError unless *size_bytes*, the size of *path*, is that of *ref*."""
+    """Raise IntegrityError unless *size_bytes*, the size of *path*, matches *ref*."""
     if size_bytes != ref.size_bytes:
         raise IntegrityError(
             f"object {ref.id} is damaged: {path} has {size_bytes} bytes, expected {ref.size_bytes}",
@@ -69,15 +69,15 @@ def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
 
 
 class Hashing:
-    """Hashes objects while they are read, so that verifying and using them takes one read."""
+    """Hashes objects while they are read, so that verifying and using an object takes one read."""
 
     def __init__(self, refs: Iterable[BlobRef]) -> None:
-        """Prepare to hash *refs*; others are only read."""
+        """Prepare to hash *refs*; other objects are only read."""
         self._hashers = {ref: NameHasher() for ref in refs}
 
     @property
     def refs(self) -> Set[BlobRef]:
-        """The objects that it hashes."""
+        """The objects that this hashes."""
         return self._hashers.keys()
 
     def read_into(self, ref: BlobRef, file: OpenFile, buffer: memoryview, offset: int) -> None:
@@ -119,23 +119,23 @@ class ObjectStore:
         """
         Return the path of *ref*, which ought to exist; None if it is missing.
 
-        A collection may have moved it aside for a moment, so this looks there too. An object written by another host
-        may become visible late, so this waits for it.
+        A collection may have moved it aside for a moment, so this looks aside too. An object written by another host
+        may become visible late, so this waits for the object.
 
         Raises:
-            IntegrityError: The file with its name has another size.
+            IntegrityError: The object's file has the wrong size.
         """
         return self._first_present(ref, self.places(ref.id))
 
     def find_at_once(self, ref: BlobRef) -> Path | None:
-        """Return the path of *ref* without waiting, None if it is not visible now; raises as `find` does."""
+        """Return the path of *ref* without waiting; None if it is not visible now; raises as `find` does."""
         return self._first_present(ref, self._places_now(ref.id))
 
     def is_there(self, ref: BlobRef) -> bool:
-        """Whether anything has the name of *ref* now, even if it is damaged."""
+        """Whether a file has the name of *ref* now, even if it is damaged."""
         try:
             return self.find_at_once(ref) is not None
-        except IntegrityError:  # of another size, or not a file
+        except IntegrityError:  # of the wrong size, or not a file
             return True
 
     def _first_present(self, ref: BlobRef, places: Iterable[Path]) -> Path | None:
@@ -150,7 +150,7 @@ class ObjectStore:
         """Prepare for many calls of `check_there`: a bucket is listed once for all of them."""
 
     def check_there(self, ref: BlobRef) -> None:
-        """Raise IntegrityError unless *ref* is in its place or aside, with its full size."""
+        """Raise IntegrityError unless *ref* is in ``objects/`` or aside, with its full size."""
         if self.find(ref) is None:
             raise _missing(ref)
 
@@ -161,11 +161,11 @@ class ObjectStore:
             yield from self._places_now(object_id)
 
     def _places_now(self, object_id: ObjectId) -> Iterator[Path]:
-        """Yield the possible paths of an object: home, aside, and home again."""
+        """Yield the possible paths of an object: in ``objects/``, aside, and in ``objects/`` again."""
         home = self._layout.object(object_id)
         yield home
         yield self._layout.aside / object_id
-        # In case it was linked back in between.
+        # In case the object was linked back in between.
         yield home
 
     @contextmanager
@@ -174,17 +174,17 @@ class ObjectStore:
         yield self
 
     def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
-        """Note what *version* says about *objects*: a remote can then verify stretches of them."""
+        """Take note of *objects* as *version* lists them: a remote can then verify stretches of them."""
 
     def close(self) -> None:
-        """Do nothing here; a remote cancels its pending downloads."""
+        """Do nothing in a local store; a remote cancels its pending downloads."""
 
     def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
         """
-        Open *ref* for reading *stretches* of it, or all; verifies only its size.
+        Open *ref* for reading *stretches* of it, or all of it; verifies only its size.
 
         Raises:
-            IntegrityError: It is missing, has another size, or is not a regular file.
+            IntegrityError: *ref* is missing, has the wrong size, or is not a regular file.
         """
         for path in self.places(ref.id):
             try:
@@ -207,7 +207,7 @@ class ObjectStore:
             return file.read_at(0, file.size_bytes)
 
     def verify(self, ref: BlobRef) -> None:
-        """Make sure that *ref*, which is about to be used, is here and sound; raises as `check_bytes` does."""
+        """Make sure that *ref*, which is about to be used, is present and sound; raises as `check_bytes` does."""
         self.check_bytes(ref)
 
     def check_bytes(self, ref: BlobRef) -> None:
@@ -228,11 +228,11 @@ class ObjectStore:
         return set(stretches)
 
     def is_sound(self, path: Path, ref: BlobRef) -> bool:
-        """Whether *path* is a file with exactly the bytes of *ref*; reads it."""
+        """Whether *path* is a file with exactly the bytes of *ref*; reads the file."""
         return self.is_whole(path, ref.id) and self._files.size(path) == ref.size_bytes
 
     def is_whole(self, path: Path, object_id: ObjectId) -> bool:
-        """Whether *path* is a file whose bytes, of any size, match the name *object_id*; reads it."""
+        """Whether *path* is a file whose bytes, of any size, match the name *object_id*; reads the file."""
         try:
             with self._files.open(path) as file:
                 return hashed(file).id() == object_id
@@ -259,16 +259,16 @@ class ObjectStore:
             return file.map()
 
     def on_disk(self, object_id: ObjectId) -> tuple[Hashable, int] | None:
-        """Return the identity of an object's file and the bytes that it takes on disk; None if it is gone."""
+        """Return the identity of an object's file and the bytes that the file takes on disk; None if it is gone."""
         return self._files.on_disk(self._layout.object(object_id))
 
     def ids(self) -> Iterator[ObjectId]:
-        """Yield every object that is in its place, by id."""
+        """Yield every object in ``objects/``, in the order of ids."""
         for prefix in self._files.names(self._layout.objects):
             yield from self.ids_in(prefix)
 
     def ids_in(self, prefix: str) -> list[ObjectId]:
-        """Return the objects in their places whose ids start with the two digits *prefix*, by id."""
+        """Return the objects in ``objects/`` whose ids start with the two digits *prefix*, in the order of ids."""
         folder = self._layout.objects / prefix
         names = self._files.names_in_folder(folder)
         return [ObjectId(name) for name in names if OBJECT_ID.fullmatch(name) and name[:2] == prefix]

@@ -1,9 +1,9 @@
 """
 Parts on disk: each rank's share of a joint save, until one rank commits the save.
 
-A rank publishes its part in two steps. It first links a draft into the session's folder: only collections see it, and
-they keep all that it names, which is durable already. Once the rank has checked that all of this is still there, it
-renames the draft to a part, which is never withdrawn.
+A rank publishes its part in two steps. It first links a draft into the session's folder: only collections see drafts,
+and they keep all objects that a draft refers to, which are durable already. Once the rank has checked that all of these
+still exist, it renames the draft to a part, which is never withdrawn.
 """
 
 import re
@@ -44,7 +44,7 @@ class PartStore:
         return self.has_session(session) or any(self.has_session(session) for _ in again)
 
     def ranks(self, session: str, save: int) -> set[int]:
-        """Return the ranks that have left a part of *save*; called many times a minute, so it looks only at names."""
+        """Return the ranks that have a part of *save*; called many times a minute, so it reads only file names."""
         named = map(_NAME.fullmatch, self._files.names_unsorted(self._layout.parts / session))
         return {int(match["rank"]) for match in named if match and match["save"] == f"{save}" and not match["draft"]}
 
@@ -65,12 +65,12 @@ class PartStore:
         if not self.has_session(part.session):
             self.open_session(part.session)  # a collection removed the idle folder
         with self._files.temporary(self._layout.tmp, seal_part(part, store_id=self._store_id)) as source:
-            # If the target exists, it is the same part: the rank is repeating its own work.
+            # If the target exists, it is an identical part: the rank is repeating its own work.
             self._files.link_exclusive(source, target)
         self._files.sync_directory(target.parent)
 
     def find(self, session: str, save: int, rank: int) -> Part | None:
-        """Return a part, None if it does not exist; raises IntegrityError if it is damaged."""
+        """Return a part; None if it does not exist; raises IntegrityError if it is damaged."""
         return self._read(self._path(session, save, rank), session, save, rank)
 
     def _read(self, path: Path, session: str, save: int, rank: int) -> Part | None:
@@ -94,7 +94,7 @@ class PartStore:
         return (entry for entry in self.listed() if isinstance(entry, Path))
 
     def of_session(self, session: str) -> list[Part]:
-        """Return the parts and drafts of *session*; raises IntegrityError if one is damaged."""
+        """Return the parts and drafts of *session*; raises IntegrityError if any is damaged."""
         parts = (
             # A draft that was listed may have become a part since.
             self._read(path, session, save, rank) or self.find(session, save, rank)
@@ -112,7 +112,7 @@ class PartStore:
                 yield path, int(match["save"]), int(match["rank"])
 
     def all(self) -> Iterator[tuple[Path, Part | LayerstoreError]]:
-        """Yield every part of every session with its path, or what is wrong with it."""
+        """Yield every part of every session with its path; for an unreadable part, the error."""
         for session in (entry for entry in self.listed() if isinstance(entry, str)):
             for path, save, rank in self._named(session):
                 try:
@@ -120,7 +120,7 @@ class PartStore:
                 except LayerstoreError as exc:
                     yield path, exc
                 else:
-                    if part is not None:  # else it was removed in the meantime
+                    if part is not None:  # otherwise it was removed in the meantime
                         yield path, part
 
     def modified_ns(self, session: str) -> int:
@@ -130,7 +130,7 @@ class PartStore:
         return max((self._files.modified_ns(path) or 0 for path in paths), default=0)
 
     def remove_session(self, session: str, *, before_ns: int) -> None:
-        """Remove the files of *session* last changed before *before_ns*, and the folder if it is then empty."""
+        """Remove the files of *session* last changed before *before_ns*, and the folder if that leaves it empty."""
         folder = self._layout.parts / session
         for name in self._files.names(folder):
             modified_ns = self._files.modified_ns(folder / name)
@@ -139,7 +139,7 @@ class PartStore:
         self._files.remove_empty(folder)
 
     def withdraw(self, session: str, save: int, rank: int) -> None:
-        """Remove the draft of a part, if it exists, because something that it names is gone."""
+        """Remove the draft of a part, if it exists, because an object that it refers to is gone."""
         self._files.unlink(self._draft(session, save, rank))
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Make and open stores; the repository of an open store, which every command works on."""
+"""Make and open stores; the repository, through which every command works on an open store."""
 
 import os
 import tempfile
@@ -37,7 +37,7 @@ from layerstore.storage.trash import Aside, Trash
 
 NO_INDEX_VARIABLE = "LAYERSTORE_NO_INDEX"
 INDEX_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
-_PLACE_DIGITS = 8  # enough to tell apart the copies of one store on a host
+_PLACE_DIGITS = 8  # enough to distinguish the copies of one store on a host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Repository:
     trash: Trash
     catalog: Catalog
     remote: str | None = None
-    """The URL of the bucket that this mirrors; only saves, pins, drops and collections change the bucket."""
+    """The URL of the bucket that this repository mirrors; only saves, pins, drops and collections change the bucket."""
     make_writer: Callable[..., ObjectWriter] = ObjectWriter
     """Makes the writer that `writer` returns."""
     report_retries: Callable[[Callable[[str], None] | None], None] = lambda _: None
@@ -70,11 +70,11 @@ class Repository:
 
     @property
     def name(self) -> str:
-        """The name for people: the store's folder, or the URL of the remote."""
+        """The name in messages: the store's folder, or the URL of the remote."""
         return self.remote or str(self.layout.root)
 
     def close(self) -> None:
-        """Release everything that it holds open, and stop fetching; calling it twice is harmless."""
+        """Release everything that is held open, and stop fetching; calling this twice is harmless."""
         self.closed.set()
         self.objects.close()
         self.catalog.close()
@@ -97,7 +97,7 @@ class Repository:
         return version
 
     def open_object(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
-        """Open an object of a version for reading *stretches* of it, or all; a coded object is decoded."""
+        """Open an object of a version for reading *stretches* of it, or all of it; a coded object is decoded."""
         coded = self.coded.get(ref)
         return self.objects.open(ref, stretches) if coded is None else coded.open(self.objects, stretches)
 
@@ -110,7 +110,7 @@ class Repository:
                 yield coded.reference.ref
 
     def verify_object(self, ref: BlobRef) -> None:
-        """Make sure that *ref*, which is about to be read, and the object that it refers to are sound."""
+        """Make sure that *ref*, which is about to be read, and its reference, if any, are sound."""
         for needed in self.read_with([ref]):
             self.objects.verify(needed)
 
@@ -126,7 +126,7 @@ class Repository:
         verified |= self.objects.verify_all({ref: parts for ref, parts in by_object.items() if ref not in verified})
 
     def version_of(self, entry: LayerEntry) -> LayerVersion:
-        """Read the version that *entry* names, and check that it belongs to that layer; makes its objects readable."""
+        """Read the version of *entry*, and check that it belongs to the entry's layer; makes its objects readable."""
         version = self.version(entry.version)
         if version.layer != entry.layer:
             raise IntegrityError(
@@ -137,7 +137,7 @@ class Repository:
         return version
 
     def whole_version_of(self, entry: LayerEntry) -> LayerVersion | None:
-        """Read the version that *entry* names; None if the store has lost it or one of its objects."""
+        """Read the version of *entry*; None if the store has lost that version or one of its objects."""
         try:
             version = self.version_of(entry)
             return version if all(self.objects.find(stored.ref) for stored in version.named) else None
@@ -161,7 +161,7 @@ class Repository:
         return lock(self.layout.locks / f"run-{run}.lock", what=f"run {run!r}")
 
     def lock_attempt(self, run: str, attempt: int, *, at_once: bool = False) -> AbstractContextManager[HeldLock]:
-        """Hold *attempt* of *run*, so that no other job saves it."""
+        """Hold the lock of *attempt* of *run*, so that no other job saves that attempt."""
         return lock(
             self.layout.attempt_lock(run, attempt),
             what=f"attempt {attempt} of run {run!r}",
@@ -180,7 +180,7 @@ class Repository:
                 with self.lock_attempt(run, attempt, at_once=True):
                     pass
             except (Locked, StorageIO):
-                saving.add(attempt)  # StorageIO: unknown; an attempt that may be in use must stay
+                saving.add(attempt)  # StorageIO: unknown, so assume that a job is saving it
         return saving
 
     def lock_gc(self) -> AbstractContextManager[HeldLock]:
@@ -193,9 +193,9 @@ class Repository:
 
     def rewrite(self, path: Path, change: Callable[[], bytes | None]) -> None:
         """
-        Replace the file *path* in the store's root by what *change* returns; None leaves it as it is.
+        Replace the file *path* in the store's root by what *change* returns; if None, leave the file as it is.
 
-        *change* reads the file under a lock, so that no process undoes another's change.
+        *change* reads the file under a lock, so that no process overwrites another's change.
 
         Raises:
             Locked: Another process did not finish in time.
@@ -230,12 +230,12 @@ class Repository:
         """
         if self.remote is not None:
             raise Unsupported(
-                f"{self.remote} is in a bucket: only saves, pins, drops and gc can change it",
+                f"{self.remote} is in a bucket: only saves, pins, drop, undrop and gc can change it",
                 hint=f"layerstore clone {typed(self.remote)} PATH makes a store on a disk, and pushes there",
             )
         self.records.check_store()
         _check_folders(self.layout, self.files)
-        # Never commits/: an empty one made here would say that there are no commits.
+        # Never commits/: an empty folder would wrongly mean that there are no commits.
         for folder in self.layout.folders:
             if folder != self.layout.commits and not self.files.exists(folder):
                 self.files.make_directory(folder)
@@ -248,15 +248,15 @@ def make_store(path: Path, files: Files, *, identity: StoreIdentity | None = Non
     ``store.json`` comes last: until it exists there is no store, and ``init`` can be repeated.
 
     Raises:
-        AlreadyExists: There already is a store, or a folder with something else in it.
-        IntegrityError: There was a store, but its ``store.json`` is lost.
+        AlreadyExists: *path* is a store, a file, or a folder that is not empty.
+        IntegrityError: *path* was a store, but its ``store.json`` is lost.
         InvalidInput: *path* is inside another store.
     """
     layout = check_free(path, files)
     files.make_directories(layout.root.parent)
     for folder in (layout.root, *layout.folders):
         files.make_directory(folder)
-    # Made now, because on a full disk gc could not make it.
+    # Make the lock file now, because gc could not make it on a full disk.
     os.close(open_lock_file(layout.gc_lock))
     identity = identity or StoreIdentity.new(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     with files.temporary(layout.tmp, identity.encode()) as source:
@@ -286,7 +286,7 @@ def check_free(path: Path, files: Files) -> Layout:
             raise InvalidInput(f"{path} is inside the store {above}", hint="choose a path elsewhere")
     expected = {folder.name for folder in (*layout.folders, layout.index)}
     strangers = sorted(set(files.names(layout.root)) - expected)
-    # Ranks that look for each other here leave marks for a moment (ADR 48).
+    # Ranks that look for each other leave marks in this folder for a moment (ADR 48).
     if strangers := [name for name in strangers if not name.startswith(MARK_PREFIX)]:
         raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
     return layout
@@ -297,7 +297,7 @@ def _is_store(folder: Path, files: Files) -> bool:
         data = files.read_if_there(layout_at(folder).identity, size_bytes_max=OWN_JSON_BYTES_MAX)
         return data is not None and bool(StoreIdentity.decode(data, what=str(folder)))
     except LayerstoreError:
-        return False  # not a readable one
+        return False  # not a readable store
 
 
 def open_repository(
@@ -314,8 +314,8 @@ def open_repository(
     A mirror of *remote* reads its *objects* and *records* from the remote.
 
     Raises:
-        NoStore: There is none.
-        Unsupported: It has another format, or its migration to this one was interrupted.
+        NoStore: No store is at *path*.
+        Unsupported: The store has a different format, or its migration to this format was interrupted.
         IntegrityError: ``store.json`` is damaged, or a folder is a link to elsewhere.
     """
     layout = layout_at(path)
@@ -323,7 +323,7 @@ def open_repository(
         identity = StoreIdentity.decode(read_identity(layout, files, path=path), what=str(layout.identity))
     except IntegrityError as exc:
         raise hinted(exc, layout, files) from exc
-    # Interrupted after its switch: store.json is new, but folders may still be old (ADR 24).
+    # A migration was interrupted after its switch: store.json is new, but folders may still be old (ADR 24).
     if files.exists(layout.migrated(identity.format)):
         raise Unsupported(
             f"a migration of {layout.root} was interrupted; nothing was changed", hint="layerstore migrate finishes it"
@@ -376,8 +376,8 @@ def index_directory(layout: Layout, *, store_id: str) -> Path:
     """
     Return the folder for the index of the store *store_id*.
 
-    That is a folder in LAYERSTORE_MANIFEST_DIR if that is set; else one inside the store, or in the user's cache if the
-    store is on a network filesystem. Outside the store it is named after both the store's id and its path, because a
+    It is in LAYERSTORE_MANIFEST_DIR if that is set; otherwise inside the store, or in the user's cache if the store is
+    on a network filesystem. Outside the store, the folder is named after both the store's id and its path, because a
     copy of a store has the same id, and two stores must never share an index.
 
     Raises:
@@ -403,7 +403,7 @@ def _name(layout: Layout, store_id: str) -> str:
 
 
 def _local_folder() -> Path:
-    """Return a folder on a local disk: the user's cache, or the system's if the user's is on the network too."""
+    """Return a folder on a local disk: the user's cache, or the temporary folder if the cache is on the network too."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore" / "manifests"
     temporary = Path(tempfile.gettempdir()) / f"layerstore-{os.getuid()}"
     for folder in (cache, temporary):

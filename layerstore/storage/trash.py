@@ -3,10 +3,10 @@ Where files wait before removal: users can restore from ``trash/``; in ``gc/asid
 
 ``trash/`` holds what users dropped or replaced and what repairs moved away: dropped records at
 ``trash/commits/RUN/STEP.ID``, damaged files at ``trash/damaged/`` under their old paths. One rename undoes either. A
-file's mtime is the time when it was moved here; collections empty the trash by that.
+file's mtime is the time when it was moved to the trash; collections remove old files by this time.
 
-``gc/aside/`` holds objects: a collection moves an object there, looks at it once more, and only then unlinks it.
-Meanwhile readers find it there and writers link it back, so a collection needs no lock against either
+``gc/aside/`` holds objects: a collection moves an object there, checks it once more, and only then unlinks it.
+In between, readers find the object there and writers link it back, so a collection needs no lock against either
 (docs/internals/durability.md). Nothing here decides what is garbage.
 """
 
@@ -37,7 +37,7 @@ class Trash:
     # -- records -------------------------------------------------------------------------------------------------
 
     def take_record(self, name: RecordName) -> bool:
-        """Move the record *name* here, durably; return whether it existed. Its objects stay as long as it is here."""
+        """Move the record *name* to the trash, durably; return whether it existed. There it still keeps its objects."""
         source = self._layout.record(name.run, name.step, name.id)
         return self._move(source, self._record(name))
 
@@ -46,7 +46,7 @@ class Trash:
         return sorted(entry for entry in self.listed() if isinstance(entry, RecordName))
 
     def only_here(self) -> list[RecordName]:
-        """Return the records here that are not visible too: a pull or an ingest may have brought one back."""
+        """Return the records only in the trash: a pull or an ingest may have made others visible again."""
         return [name for name in self.records() if not self._records.is_there(name)]
 
     def strangers(self) -> Iterator[Path]:
@@ -54,7 +54,7 @@ class Trash:
         return (entry for entry in self.listed() if isinstance(entry, Path))
 
     def listed(self) -> Iterator[RecordName | Path]:
-        """Yield the name of every record in the trash, and the path of everything else among them."""
+        """Yield the name of every record in the trash, and the path of everything else in their folders."""
         if self._files.is_directory(self._layout.dropped):
             yield from self._records.listed_in(self._layout.dropped)
         elif self._files.exists(self._layout.dropped):
@@ -65,8 +65,8 @@ class Trash:
         Return the commit of the record *name*, checked.
 
         Raises:
-            NotFound: It is no longer here.
-            IntegrityError: It is damaged.
+            NotFound: The record is no longer in the trash.
+            IntegrityError: The record is damaged.
         """
         data = self._files.read_if_there(self._record(name), size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
@@ -74,10 +74,10 @@ class Trash:
         return self._records.decode(data, name)
 
     def _gone(self, name: RecordName) -> NotFound:
-        return NotFound(f"{name.run}@{name.step} (commit {short_id(name.id)}) is not in the trash any more")
+        return NotFound(f"{name.run}@{name.step} (commit {short_id(name.id)}) is no longer in the trash")
 
     def modified_ns(self, name: RecordName) -> int:
-        """Return when the record *name* came here, 0 if it is gone."""
+        """Return when the record *name* was moved to the trash; 0 if it is gone."""
         return self._files.modified_ns(self._record(name)) or 0
 
     def remove_record(self, name: RecordName) -> None:
@@ -87,9 +87,9 @@ class Trash:
 
     @contextlib.contextmanager
     def restoring(self, commit: Commit) -> Iterator[None]:
-        """Remove the record of *commit* from here once the block has made it visible."""
+        """Remove the record of *commit* from the trash once the block has made it visible."""
         yield
-        # Last, and not after an error: a commit may be both here and visible, but never neither.
+        # Last, and not after an error: a commit may be both in the trash and visible, but never neither.
         self.remove_record(self._records.name_of(commit))
 
     def _record(self, name: RecordName) -> Path:
@@ -98,12 +98,12 @@ class Trash:
     # -- what was damaged ----------------------------------------------------------------------------------------
 
     def take_damaged(self, path: Path) -> Path | None:
-        """Move *path* here, whatever it is, durably; return its new path, None if it was gone."""
+        """Move *path* to the trash, whatever it is, durably; return its new path; None if it was gone."""
         target = self._free(path)
         return target if self._move(path, target) else None
 
     def keep_damaged(self, path: Path) -> bool:
-        """Copy the record *path* here before it is replaced; return whether it could be read."""
+        """Copy the record *path* to the trash before it is replaced; return whether it could be read."""
         target = self._free(path)
         self._make(target.parent)
         try:
@@ -144,7 +144,7 @@ class Trash:
 
     def _move(self, source: Path, target: Path) -> bool:
         self._make(target.parent)
-        # Touch it before the rename: with its old mtime, a collection could remove it from the trash at once.
+        # Touch the file before the rename: with its old mtime, a collection could remove it from the trash at once.
         self._files.touch(source)
         try:
             self._files.rename(source, target)
@@ -152,7 +152,7 @@ class Trash:
             if exc.errno == errnos.ENOENT:
                 return False
             raise
-        # Sync the new name first: after a power cut it may be in both places, but never in neither.
+        # Sync the new folder first: after a power cut the file may be in both folders, but never in neither.
         self._files.sync_directory(target.parent)
         self._files.sync_directory(source.parent)
         return True
@@ -172,7 +172,7 @@ class Trash:
 
 
 class Aside:
-    """Objects that collections have moved aside, and the clock that says which are old."""
+    """Objects that collections have moved aside, and the clock that decides which are old."""
 
     def __init__(self, layout: Layout, files: Files) -> None:
         self._layout = layout
@@ -184,7 +184,7 @@ class Aside:
         self._files.make_directory(self._layout.aside)
 
     def take(self, object_id: ObjectId) -> None:
-        """Move an object aside; does nothing if it is here already, since then a writer has just linked it back."""
+        """Move an object aside; does nothing if it is aside already, since then a writer has just linked it back."""
         try:
             # POSIX: rename does nothing if both names are the same file.
             self._files.rename(self._layout.object(object_id), self._layout.aside / object_id)
@@ -197,7 +197,7 @@ class Aside:
         return [ObjectId(name) for name in self._files.names_unsorted(self._layout.aside) if OBJECT_ID.fullmatch(name)]
 
     def moved_ns(self, path: Path) -> int:
-        """Return when *path* came here, by the filesystem's clock: a rename sets the ctime."""
+        """Return when *path* was moved aside, by the filesystem's clock: a rename sets the ctime."""
         state = self._files.look(path)
         return 0 if state is None else state.st_ctime_ns
 

@@ -55,7 +55,7 @@ class RankFiles:
 
     rank: int
     model: Path
-    """Under stages 1 and 2 the same for all ranks."""
+    """Under stages 1 and 2, all ranks share one file."""
     optimizer: Path
 
 
@@ -73,7 +73,7 @@ class FoundCheckpoint:
     others: tuple[Path, ...]
     """Everything else that belongs to the checkpoint, sorted."""
     stamps: Mapping[Path, tuple[int, int]]
-    """Size and time in ns of all these files; if they change later, they are still being written."""
+    """Size and modification time (ns) of each of these files; a file whose stamp changes is still being written."""
     notes: tuple[str, ...]
     """What was left out, for the user."""
 
@@ -89,17 +89,17 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
 
     Raises:
         SourceCheckpoint: Files are missing, or the checkpoint is not finished.
-        Unsupported: It is a checkpoint, but not of ZeRO.
-        InvalidInput: *path* holds several and none was chosen.
+        Unsupported: The checkpoint is not a ZeRO checkpoint, or was saved with an unsupported setting.
+        InvalidInput: *path* holds several checkpoints and none was chosen.
     """
-    # Resolve once, so that a path ending in "..", or a link, does not name the run.
+    # Resolve first: the run's default name must not be ".." or the name of a link.
     given_path, wanted_tag = real_path(path), tag
     folder, tag = _resolve(given_path, wanted_tag)
     for inner in (folder / tag, folder / LATEST):
         if inner.is_symlink() and not follow:
             raise linked(inner)
     names = list_folder(folder / tag)
-    # Before missing files are reported: another program's folder lacks all of ours.
+    # Do this first: in another program's folder, every ZeRO file would be reported missing.
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
     _refuse_unfinished(folder)
@@ -107,7 +107,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
     notes = [] if wanted_tag is not None or given_path == folder / tag else _other_tags(folder, tag)
     others = tuple(sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards))
-    # Stamped before anything is read: `check_unchanged` compares with this moment.
+    # Stamp the files before any is read; `check_unchanged` compares with these stamps.
     return FoundCheckpoint(
         folder=folder,
         tag=tag,
@@ -149,9 +149,9 @@ def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         beside = [str(path.with_name(name)) for name in nearest(path.name, _names_beside(path))]
-        hint = did_you_mean(beside, else_="name the folder that the training saved to")
+        hint = did_you_mean(beside, else_="give the folder that the training run saved to")
         if path.is_file():
-            hint = f"name its folder, {path.parent}"
+            hint = f"give its folder, {path.parent}"
         raise SourceCheckpoint(f"{path} {what}; a ZeRO checkpoint is a folder", hint=hint)
     if _is_tag_folder(path):
         if tag is not None and tag != path.name:
@@ -182,7 +182,7 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
         # An empty `latest` names nothing and is ignored.
         if named:
             raise SourceCheckpoint(
-                f"{folder / LATEST} names {named!r}, which is not a checkpoint beside it",
+                f"{folder / LATEST} names {named!r}, which is not a checkpoint next to it",
                 hint=f"{known}; choose one with --tag" if tags else known,
             )
     if len(tags) == 1:
@@ -208,7 +208,7 @@ def read_latest(folder: Path) -> str:
         raise SourceCheckpoint(f"{path} is not text", hint="choose a tag with --tag") from exc
     if "/" in named or "\0" in named or named in {".", ".."}:
         raise SourceCheckpoint(
-            f"{path} names {named!r}, which is not a folder beside it; a tag is one name",
+            f"{path} names {named!r}, which is not a folder next to it; a tag is a single name",
             hint="choose one with --tag",
         )
     return named
@@ -312,13 +312,13 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
         _refuse_missing(folder, [f"{MODEL_STATES}, or zero_pp_rank_*_{MODEL_STATES} of all ranks,"])
     halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in by_kind if rank not in by_kind[kind]]
     what = "optim_states" if is_whole else "both files"
-    # Gaps between the ranks that are here; only their files say how many there were, see `agreed`.
+    # Gaps between the ranks found. The number of ranks is known only from their files, see `agreed`.
     gaps = [f"{what} of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
     _refuse_missing(folder, halves + gaps)
     if len({path.name.startswith("bf16_") for path in by_kind["optim"].values()}) > 1:
         raise LayoutMismatch(
             f"{folder} is mixed: the optim_states of some ranks begin with bf16_ and those of others do not",
-            hint="ranks of one save belong together; ingest another checkpoint",
+            hint="the files of all ranks must come from one save; ingest another checkpoint",
         )
     return tuple(RankFiles(rank=rank, model=by_kind["model"][rank], optimizer=by_kind["optim"][rank]) for rank in ranks)
 
@@ -328,7 +328,7 @@ def beside_shards(folder: Path, tag: str) -> Iterator[Path]:
     Yield the files to keep byte for byte from *folder*, where a trainer may still be writing.
 
     Gathered weights are not kept: they can be derived from the masters, and compose can remake them. An adapter's
-    weights are kept: only their file has PEFT's names, and they are all that is trained.
+    weights are kept: no other file has PEFT's names, and nothing else is trained.
     """
     for path in _belonging(folder, tag, flavour_of(folder, tag), False, []):
         is_weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
@@ -345,7 +345,7 @@ def _belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[s
         return
     for file in _walk(folder, folder, follow, notes):
         top = file.relative_to(folder).parts[0]
-        # Compose writes these two anew.
+        # Compose writes these two files anew.
         if file not in {folder / LATEST, folder / SUMMARY} and (top == tag or not _is_tag_folder(folder / top)):
             yield file
 
@@ -379,7 +379,7 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
 
 
 def linked(path: Path) -> SourceCheckpoint:
-    """Make the error for a symbolic link that may not be followed."""
+    """Make the error for a symbolic link that must not be followed."""
     return SourceCheckpoint(
         f"{path} is a symbolic link; links in a checkpoint are not followed",
         hint="replace it with a copy of its target, or pass --follow if you trust where it points",
@@ -387,7 +387,7 @@ def linked(path: Path) -> SourceCheckpoint:
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
-    """Return size and time of a file of the checkpoint; raises SourceCheckpoint if it is gone."""
+    """Return a checkpoint file's size and modification time; raises SourceCheckpoint if the file is gone."""
     try:
         state = path.stat()
     except OSError as exc:
@@ -399,7 +399,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
 
 
 def check_companions(found: FoundCheckpoint, world_size: int) -> None:
-    """Raise unless every rank left its random state (if any did), and every shard of an index is here."""
+    """Raise if an index lists a missing shard, or if only some ranks saved their random state."""
     others = set(found.others)
     ranks = {rank_of_file(file.name) for file in others if file.parent == found.folder} - {None}
     missing = [

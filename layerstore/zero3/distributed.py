@@ -1,7 +1,7 @@
 """
-Recognize checkpoints of ``torch.distributed.checkpoint`` and FSDP by the names in a folder; nothing is opened.
+Recognize checkpoints of ``torch.distributed.checkpoint`` and FSDP by the names in a folder; no file is opened.
 
-Accelerate and the Trainer save the model and the optimizer into two folders inside one.
+Accelerate and the Trainer save the model and the optimizer into two subfolders of one folder.
 """
 
 import re
@@ -13,7 +13,7 @@ from layerstore.layers import typed
 from layerstore.source import list_folder
 
 _HALF = re.compile(r"(?:pytorch_)?(model|optim)(?:_fsdp|izer)?(.*)")
-"""The names of these two folders; both end alike."""
+"""The names of these two subfolders; both have the same ending."""
 
 
 def distributed_at(path: Path) -> Path | None:
@@ -30,7 +30,7 @@ def several_distributed(path: Path) -> LayerstoreError | None:
     if not checkpoints:
         return None
     names = f"{', '.join(checkpoint.name for checkpoint in checkpoints[:10])}{' …' if len(checkpoints) > 10 else ''}"
-    hint = f"name one, or several: layerstore ingest {typed(str(checkpoints[-1]))}"
+    hint = f"give one of them, or several: layerstore ingest {typed(str(checkpoints[-1]))}"
     return SourceCheckpoint(f"{path} holds distributed checkpoints: {names}", hint=hint)
 
 
@@ -50,7 +50,7 @@ def refuse_distributed(path: Path) -> None:
 
 
 def refuse_file_per_rank(path: Path) -> None:
-    """Raise Unsupported if FSDP's ranks have saved a file each into *path*."""
+    """Raise Unsupported if each rank of FSDP has saved its own file into *path*."""
     if _kind(path) == FILE_PER_RANK:
         raise Unsupported(
             f"{path} is a folder of {FILE_PER_RANK}, which is not supported",

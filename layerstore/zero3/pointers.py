@@ -1,8 +1,8 @@
 """
-Pointer files: small files in place of shards, or of what FSDP saves, while the state itself is in a store.
+Pointer files: small files that replace shards, or FSDP's files, while the state itself is in a store.
 
-Without layerstore, loading one (with ``torch.load``, an engine or ``torch.distributed.checkpoint``) fails with an error
-that says what the file is and how to write the checkpoint out.
+Without layerstore, loading a pointer (with ``torch.load``, an engine or ``torch.distributed.checkpoint``) fails with an
+error that explains what the file is and how to write the checkpoint out.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ class Pointer:
     store: str
     store_id: str
     name: str
-    """Its reference, or the name of its pin."""
+    """The composite's reference, or the name of its pin."""
     run: str
     attempt: int
     step: int
     is_pin: bool = False
     policy: str = "latest"
     layers: Tree = None
-    """The entry of every layer; None if all are the commit's own."""
+    """The entry of every layer; None if all layers are the commit's own."""
 
     @property
     def command(self) -> str:
@@ -46,14 +46,14 @@ class Pointer:
 
 
 def pointer_bytes(pointer: Pointer, path: Path) -> bytes:
-    """Return the bytes of the pointer file *path*: a bare pickle for DCP, which reads no archive there."""
+    """Return the bytes of the pointer file *path*: for DCP's metadata file, a bare pickle, as DCP expects."""
     is_metadata = path.name == DCP_METADATA
     name = path.parent.name if is_metadata else path.name
     words = (
         f"{name} is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
         f"Attach a saver before loading it, or write it out with: {pointer.command}"
     )
-    # No device has this name. Only this error of torch has the same text with and without weights_only.
+    # No device has this name, so loading fails; only this torch error reads the same with and without weights_only.
     tree: dict[Tree, Tree] = {
         _KEY: dict(asdict(pointer).items()),
         _WORDS: Inert(name="torch.device", arguments=(words,)),
@@ -93,7 +93,7 @@ def read_pointer(path: Path) -> Pointer | None:
     except TypeError as exc:
         raise InvalidInput(
             f"{path} is a pointer of another version of layerstore: {exc}",
-            hint="use the version that wrote it, or make it again",
+            hint="use the version that wrote it, or write the pointer again",
         ) from exc
     return pointer
 
@@ -103,6 +103,7 @@ def refuse_pointer(path: Path) -> None:
     pointer = read_pointer(path)
     if pointer is not None:
         raise InvalidInput(
-            f"{path.parent} holds pointers, no shards: the state is in the store {pointer.store} as {pointer.name}",
-            hint=f"it need not be ingested; to write its shards: {pointer.command}",
+            f"{path.parent} holds pointers instead of shards: the state is in the store "
+            f"{pointer.store} as {pointer.name}",
+            hint=f"the checkpoint is in the store already; to write its shards: {pointer.command}",
         )

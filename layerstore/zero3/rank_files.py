@@ -44,7 +44,7 @@ MASTER = ""
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 
 _EXTRA_STATE = "_extra_state"
-"""The ending of names under which torch's modules keep other things than parameters and buffers."""
+"""The ending of names under which torch's modules keep state other than parameters and buffers."""
 
 SubGroupShapes = list[dict[str, Size]]
 """The parameters of every sub-group with their shapes, in flat order."""
@@ -65,7 +65,7 @@ class RankSource:
 
     rank: int
     model_file: PtFile
-    """Under stages 1 and 2 the same for all ranks."""
+    """Under stages 1 and 2, all ranks share one file."""
     optimizer_file: PtFile
     flats: tuple[FlatBuffer, ...]
     sharding: Sharding
@@ -110,7 +110,7 @@ class RankSource:
         """
         This rank's slices of frozen parameters; empty if they were left out of the checkpoint.
 
-        Under stages 1 and 2, they are whole: whatever the module has that is neither trained nor a buffer.
+        Under stages 1 and 2, each is a whole parameter: any in the module that is neither trained nor a buffer.
         """
         if self.has_whole_model:
             return {name: weights for name, weights in self.weights.items() if name not in self._trained}
@@ -120,9 +120,9 @@ class RankSource:
     @cached_property
     def weights(self) -> dict[str, TreeView]:
         """
-        The whole weights in the model's file, by name; if names share memory, only the trained or else the first.
+        The whole weights in the model's file, by name; of names that share memory, only a trained one, else the first.
 
-        Only the first rank's file says which names share memory, but such names view the same elements.
+        Only the first rank's file records which names share memory, but such names view the same elements.
         """
         weights_by_place: dict[object, tuple[str, TreeView]] = {}
         for name, weights in self._of_module():
@@ -188,7 +188,7 @@ def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) ->
         model_file = first.model_file if pair.model == first.model_file.path else read_pt(pair.model, pickles)
         return rank_source(pair.rank, model_file, read_pt(pair.optimizer, pickles))
 
-    # The first rank before the others, whose pickles are mostly copies of its own.
+    # Read the first rank before the others: their pickles are mostly equal to the first rank's, whose trees are reused.
     first = rank_source(pairs[0].rank, read_pt(pairs[0].model, pickles), read_pt(pairs[0].optimizer, pickles))
     with Threads(WORKERS_MAX) as pool:
         return [first, *pool.map(read, pairs[1:])]
@@ -214,8 +214,8 @@ def check_saved_as_named(ranks: list[RankSource]) -> None:
     for file in (file for rank in ranks for file in (rank.model_file, rank.optimizer_file)):
         if SHARD_STEM.fullmatch(file.root) and file.root != file.path.stem:
             raise LayoutMismatch(
-                f"{file.path} was saved as {file.root}.pt: it was copied or renamed, and is another rank's",
-                hint="put every rank's own files back in their places",
+                f"{file.path} was saved as {file.root}.pt: it is another rank's file, copied or renamed",
+                hint="restore every rank's own files under their own names",
             )
 
 
@@ -267,7 +267,7 @@ def agreed(ranks: list[RankSource]) -> Common:
 def _mixed(folder: PurePath, why: str) -> LayoutMismatch:
     return LayoutMismatch(
         f"the files of {folder} are mixed: {why}",
-        hint="ranks of one save belong together; ingest another checkpoint",
+        hint="the files of all ranks must come from one save; ingest another checkpoint",
     )
 
 
@@ -295,7 +295,7 @@ def _flats(optimizer: TreeView, model: TreeView, sharding: Sharding, rank: int) 
 
 
 def _state_lengths(masters: list[tuple[Tree, TreeView]], sharding: Sharding, rank: int) -> dict[int, int]:
-    """Return the length of each flat buffer's states: its master's, under stages 1 and 2 including the padding."""
+    """Return the length of each flat buffer's states: the master's length, plus its padding under stages 1 and 2."""
     lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
     groups = range(min(len(lengths), len(sharding.groups)))
     padded = {group: sharding.elements(group, rank) for group in groups if lengths[group] == sharding.lean(group, rank)}
@@ -373,7 +373,7 @@ def _check_flats(rank: RankSource, common: Common) -> None:
 
 def _check_states(rank: RankSource) -> None:
     """
-    Raise unless a state that is sliced in one sub-group is sliced in all that have it.
+    Raise unless a state that is sliced in one sub-group is sliced in all sub-groups that have it.
 
     Otherwise, a moment of another length would be taken for a scalar of its sub-group and lost to its layers.
     """
@@ -397,17 +397,17 @@ def _check_blocks(rank: RankSource) -> None:
     for name, weights in rank._of_module() if rank.has_whole_model else ():
         if not weights.tensor().is_contiguous:
             raise Unsupported(
-                f"{rank.model.path}: the weights of {name!r} lie in another order than their shape's (channels_last, "
-                "or transposed), which is not supported",
+                f"{rank.model.path}: the weights of {name!r} are not stored in the order of their shape "
+                "(channels_last, or transposed), which is not supported",
                 hint="make them contiguous before training, or train under stage 3",
             )
 
 
 def _check_addresses(rank: RankSource) -> None:
     """
-    Under stages 1 and 2, raise unless the fragments are where the file itself says.
+    Under stages 1 and 2, raise unless the fragments are at the addresses that the file records.
 
-    Not with round_robin_gradients: DeepSpeed then records where they would be without that setting.
+    With round_robin_gradients, nothing is checked: DeepSpeed then records the addresses for training without it.
     """
     mappings = rank.optimizer["optimizer_state_dict"].get("param_slice_mappings")
     if mappings is None or is_dealt(rank.model, rank.optimizer["optimizer_state_dict"]):
@@ -418,8 +418,8 @@ def _check_addresses(rank: RankSource) -> None:
         odd = next((name for name in [*actual, *expected] if actual.get(name) != expected.get(name)), None)
         if odd is not None:
             raise LayoutMismatch(
-                f"{rank.optimizer_file.path}: {odd} is at {actual.get(odd)!r} of flat group {group!r}, by the order of "
-                f"its parameters at {expected.get(odd)}",
+                f"{rank.optimizer_file.path}: {odd} is at {actual.get(odd)!r} of flat group {group!r}, but the order "
+                f"of its parameters puts it at {expected.get(odd)}",
                 hint="the file is damaged; or round_robin_gradients reordered them, which is visible only in the "
                 "checkpoint's ds_config: pass DeepSpeed its config as a dictionary",
             )
@@ -431,7 +431,7 @@ def _check_names(rank: RankSource, groups: SubGroupShapes) -> None:
         twice = sorted(seen & group.keys())
         if twice:
             raise LayoutMismatch(
-                f"{rank.model.path}: parameter {twice[0]!r} has two places, in two sub-groups or frozen and trained",
+                f"{rank.model.path}: parameter {twice[0]!r} occurs twice, in two sub-groups or frozen and trained",
                 hint="the file is damaged: ingest another checkpoint",
             )
         seen |= group.keys()

@@ -55,7 +55,7 @@ class SliceSource:
     begin: int = 0
     """The index of its first element in the parameter."""
     box: tuple[int, ...] = ()
-    """Where it lies in the parameter, if it is not a run of elements: the first index and the extent by dimension."""
+    """Its position in the parameter if its elements are not contiguous: the first index and the extent by dimension."""
     path: Path
     offset_bytes: int
 
@@ -121,7 +121,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     """Files that are kept byte for byte."""
     checks: tuple[tuple[str, Located], ...]
-    """Record name and position of every storage in every ``.pt`` file; its bytes must match the checksum there."""
+    """Record name and position of every storage in every ``.pt`` file; `Located` has the checksum of its bytes."""
     notes: tuple[str, ...]
     """What was left out or looks odd, for the user."""
     layer_pattern: str | None
@@ -129,7 +129,7 @@ class Checkpoint:
     flags: tuple[str, ...] = ()
     """Features of its commit that a reader must know."""
     is_doubted: bool = False
-    """Whether the update counts of engine and optimizer differ, as they might in files of two saves."""
+    """Whether the update counts of engine and optimizer differ; if so, the files may come from two saves."""
 
     @property
     def source(self) -> Path:
@@ -213,14 +213,14 @@ def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
 
 
 def _trainer_step(found: FoundCheckpoint, *, default: int) -> int:
-    """Return the trainer's own step if it left one, since the engine's counter may have started elsewhere."""
+    """Return the trainer's own step if it saved one, since the engine's counter may have started at another step."""
     path = found.folder / TRAINER_STATE
     return step_of_trainer(path) if path in found.others else default
 
 
 def _storage_checks(ranks: list[RankSource]) -> Iterator[tuple[str, Located]]:
     for rank in ranks:
-        # Under stages 1 and 2 all ranks have one model file, which is checked once.
+        # Under stages 1 and 2, all ranks share one model file, which is checked once.
         has_own_model = not rank.has_whole_model or rank is ranks[0]
         for file in (rank.model_file, rank.optimizer_file) if has_own_model else (rank.optimizer_file,):
             for number, storage in enumerate(file.storages):
@@ -261,13 +261,13 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
         return TreeFile(path=path, tree=replace_tensors(source.tree, replacement))
 
     model = file(rank.model_file)
-    if rank.has_whole_model and rank.rank:  # as the rank itself would save it: only the first knows what shares memory
+    if rank.has_whole_model and rank.rank:  # only the first rank records which parameters share memory
         model = replace(model, tree=changed(TreeView.of(model).mapping(), {"shared_params": {}}))
     return RankState(rank=rank.rank, model=model, optimizer=file(rank.optimizer_file), files=(), gathered=())
 
 
 def _is_copy(tensor: Tensor, *, other: Tensor) -> bool:
-    """Whether both fill their storages, and these hold the same bytes as far as checksums tell."""
+    """Whether both tensors fill their storages, and the storages agree in size, element type and checksum."""
     ours, theirs = tensor.storage.content, other.storage.content
     assert isinstance(ours, Located), "trees that were just read point into their files"
     assert isinstance(theirs, Located), "trees that were just read point into their files"
@@ -303,7 +303,7 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
 
     Raises:
         LayoutMismatch: A length does not fit its parameter.
-        Unsupported: Part of the optimizer's state is elsewhere.
+        Unsupported: Part of the optimizer's state was offloaded, or whole weights are not contiguous.
     """
     common = common_of(rank)
     check_rank(rank, common)
@@ -337,7 +337,7 @@ def _cut_layers(
         for slices, shard, shards in ((sharded, rank.rank, world_size), (whole, 0, 1)):
             for name, source in _by_layer(slices, pattern, shard=shard, shards=shards):
                 objects.setdefault(name, []).append(source)
-    # Under stages 1 and 2 all ranks have one model file, and with it one copy of the buffers.
+    # Under stages 1 and 2, all ranks share one model file, and so one copy of the buffers.
     with_buffers = [rank for rank in ranks if not rank.has_whole_model or rank.rank == 0]
     for name, source in _buffer_objects(with_buffers, buffers, pattern) if with_buffers else ():
         objects.setdefault(name, []).append(source)
@@ -375,7 +375,7 @@ def _flat_slices(rank: RankSource) -> list[tuple[Kind, SliceSource]]:
 def _frozen_slices(
     rank: RankSource, parameters: Mapping[str, Parameter], world_size: int
 ) -> Iterator[tuple[Kind, SliceSource]]:
-    """Yield this rank's slices of frozen parameters; these are whole if *world_size* is 1."""
+    """Yield this rank's slices of frozen parameters; if *world_size* is 1, each slice is a whole parameter."""
     for name, fragment in rank.fragments.items():
         elements = prod(parameters[name].shape)
         tensor, expected = fragment.tensor(), slice_length(elements, world_size)

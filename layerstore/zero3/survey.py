@@ -1,7 +1,7 @@
 """
 Find every ZeRO checkpoint below a folder, in step order.
 
-Incomplete checkpoints are listed too; ingesting one says what is wrong with it. Symbolic links are not followed.
+Incomplete checkpoints are listed too; ingest reports what is wrong with them. Symbolic links are not followed.
 """
 
 import re
@@ -52,7 +52,7 @@ class Survey:
     """The checkpoints below some folders."""
 
     found: tuple[FoundTag, ...]
-    """By step; those without a step, by the last number in their name."""
+    """By step; a checkpoint without a step is sorted by the last number in its name."""
     notes: tuple[str, ...]
     """What was left out, for the user."""
 
@@ -62,7 +62,7 @@ def checkpoints_below(tops: Iterable[Path]) -> Survey:
     Find every ZeRO checkpoint below the folders *tops*, which may be checkpoints themselves.
 
     Raises:
-        SourceCheckpoint: One of them is not a folder, or there is no checkpoint below any of them.
+        SourceCheckpoint: One of *tops* is not a folder, or there is no checkpoint below any of them.
     """
     tops = [real_path(top) for top in tops]
     notes: list[str] = []
@@ -98,7 +98,7 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
         if distributed_at(folder) == folder:
             notes.append(f"ignored {folder}: it is not DeepSpeed's; use layerstore ingest {typed(str(folder))}")
         elif kind is not None and kind not in FSDP:
-            # Only the names say so, and an ordinary folder may have such names, so look below it anyway.
+            # Only the file names suggest this, and an ordinary folder may have the same names: look below it anyway.
             notes.append(f"ignored {folder}: it looks like a {kind} checkpoint")
         if "store.json" in names and "objects" in names:
             notes.append(f"ignored {folder}: it is a store")

@@ -274,7 +274,7 @@ def test_a_mixture_and_the_stores_own_place_are_refused(store: Store, tmp_path: 
     for good, bad, folder, says in [
         ("mixed", "sft@8", tmp_path / "b", "mixed is a mixture"),
         ("sft@1", "mixed", tmp_path / "b", "mixed is a mixture"),
-        ("sft@1", "sft@8", store.path / "b", "is the store's own place"),
+        ("sft@1", "sft@8", store.path / "b", "is in the store, or holds it"),
     ]:
         with pytest.raises(InvalidInput, match=says):
             store.bisect(good, bad, lambda _: Judged(verdict="good"), name="judge", folder=folder)

@@ -190,7 +190,7 @@ def test_the_hosts_of_a_store_are_told(tmp_path: Path, monkeypatch: pytest.Monke
     else:
         assert alone == []
         assert finding.verdict == "note"
-        assert "a copy, or it is served from here" in finding.text
+        assert "a copy, or this host serves it to others" in finding.text
 
 
 def test_an_index_that_is_forced_onto_a_network_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

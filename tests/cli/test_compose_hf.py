@@ -25,7 +25,7 @@ def test_it_writes_weights_and_says_how_to_load_them(run: Run, trainers: Path, t
     assert outcome.code == 0
     assert outcome.out.startswith(f"wrote {tmp_path / 'model'}: run@2, policy latest, fp32, 3 files, ")
     assert 'load it with LlamaForCausalLM.from_pretrained("' in outcome.out
-    assert outcome.err == "warning: config.json is changed to say float32, as the weights are\n"
+    assert outcome.err == "warning: config.json is changed to float32, the element type of the weights\n"
     assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {
         "torch.float32"
     }
@@ -49,7 +49,7 @@ def test_it_tells_programs(run: Run, trainers: Path, tmp_path: Path) -> None:
     assert (fields["out"], fields["format"], fields["dtype"]) == (str(tmp_path / "model"), "hf", "fp16")
     assert sorted(fields["files"]) == sorted(path.name for path in (tmp_path / "model").iterdir())
     assert fields["bytes_written"] == sum(path.stat().st_size for path in (tmp_path / "model").iterdir())
-    assert fields["notes"] == planned["notes"] == ["config.json is changed to say float16, as the weights are"]
+    assert fields["notes"] == planned["notes"] == ["config.json is changed to float16, the element type of the weights"]
 
 
 def test_a_delta_tells_programs_that_it_is_one(run: Run, trainers: Path) -> None:

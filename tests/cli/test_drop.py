@@ -123,7 +123,7 @@ def test_a_run_that_a_job_saves_is_dropped_with_a_warning(run: Run, store: Path)
     run("undrop", "--run", "sft", "--store", store)
     ended = run(*words)
 
-    warning = "warning: a job seems to be saving sft now: its next save will be visible; end it first, or drop again\n"
+    warning = "warning: a job seems to be saving sft now: its next save restores the run; end the job, or drop again\n"
     assert [outcome.err for outcome in (one, planned, dropped, ended)] == ["", warning, warning, ""]
 
 

@@ -9,7 +9,7 @@ from tests.cli.conftest import Run
 from tests.compat.format1 import as_format_1
 from tests.faults.harness import snapshot
 
-SUMMARY = "records say their attempt's whole lineage, and dropped commits lie in trash/"
+SUMMARY = "records hold their attempt's whole lineage, and dropped commits lie in trash/"
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def test_a_pin_of_an_abandoned_commit_says_so(run: Run) -> None:
 
     assert listed.splitlines()[1].split()[:2] == ["old", "sft~1@3"]
     assert made.startswith("older is sft~1@3 (commit ")
-    assert "means sft~1@3 already" in taken.err
+    assert "already refers to sft~1@3" in taken.err
     assert "run          sft~1@3\n" in shown
     assert {line.split()[1] for line in shown.splitlines() if line.startswith(("model.", "lm_head"))} == {
         "sft@2",

@@ -122,7 +122,7 @@ def test_the_two_meanings_of_exact_cannot_be_confused(run: Run) -> None:
     """Each is told in the words of what it does."""
     text = " ".join(run("compose", "--help").out.split())
 
-    assert "--exact Instead of REF, take the newest save up to it that was kept bit for bit." in text
+    assert "--exact Instead of REF, take the newest save up to REF that was kept bit for bit." in text
     assert "exact: every layer from the very step of REF, or an error" in text
 
 

@@ -126,7 +126,7 @@ def test_a_pin_that_may_have_been_moved_since_the_copy_is_said(run: Run, store: 
     commands = [line for line in told.out.splitlines() if line.startswith("  layerstore ")]
 
     assert told.code == 20
-    assert f" in {copy}; here it may have been moved since:" in " ".join(told.out.split())
+    assert f" in {copy}; this store may have moved it since:" in " ".join(told.out.split())
     assert program == {"pin": "best", "reference": "sft@2", "store": str(copy)}
     assert [run(*shlex.split(command)[1:]).code for command in commands] == [0, 0]
     assert run("verify", "--store", store).code == 0

@@ -64,7 +64,7 @@ def test_no_run_is_no_failure_but_two_stores_are(run: Run, store: Path, tmp_path
 
     assert run("runs", tmp_path / "empty").out == "no runs yet\n"
     assert run("runs", tmp_path / "empty", "--json").fields["runs"] == []
-    assert run("runs", tmp_path / "empty", "--store", store).err.startswith("error: two places were given: ")
+    assert run("runs", tmp_path / "empty", "--store", store).err.startswith("error: two stores were given: ")
 
 
 @pytest.mark.filterwarnings("always::layerstore.history.PushedNotice")

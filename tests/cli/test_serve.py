@@ -220,4 +220,4 @@ def test_open_shows_the_page_in_a_browser(
     assert shown[0] == f"file://{tmp_path}/a%20page.html"
     assert Path(shown[1].removeprefix("file://")).read_bytes().startswith(b"<!doctype html>")
     assert shown[1].startswith(f"file://{tmp_path}/layerstore-")
-    assert f"there is no browser here to open file://{tmp_path}/layerstore-" in nowhere.err
+    assert f"no browser was found to open file://{tmp_path}/layerstore-" in nowhere.err

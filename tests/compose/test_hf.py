@@ -112,7 +112,7 @@ def test_what_belongs_to_the_model_goes_along(store: Store, tmp_path: Path, padd
     same = store.compose("sft").export(tmp_path / "same")
 
     assert json.loads((exported.out / "config.json").read_text()) == config | {"dtype": "float32"}
-    assert exported.notes == ("config.json is changed to say float32, as the weights are",)
+    assert exported.notes == ("config.json is changed to float32, the element type of the weights",)
     assert set(same.files) == {"model.safetensors", "tokenizer.json", "config.json", "layerstore.json"}
     assert all(
         (source / name).read_bytes() == (same.out / name).read_bytes()
@@ -230,7 +230,7 @@ def test_rounding_that_differs_from_the_trainers_stops_an_export(
     store.ingest(checkpoint(tmp_path, layout="hf"))
     monkeypatch.setattr(assemble, "convert", rounded_differently)
 
-    with pytest.raises(IntegrityError, match="rounded from its master, is not what it was"):
+    with pytest.raises(IntegrityError, match="rounded from its master, does not match"):
         store.compose("sft").export(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert store.compose("sft").export(tmp_path / "out", dtype="fp16").out.is_dir()

@@ -190,7 +190,7 @@ def test_weights_in_another_order_are_refused(store: Store, tmp_path: Path) -> N
 
     source = changed(checkpoint(tmp_path, stage=1, frozen=("lm_head",)), turn)
 
-    with pytest.raises(Unsupported, match=r"lm_head\.weight' lie in another order"):
+    with pytest.raises(Unsupported, match=r"lm_head\.weight' are not stored in the order"):
         store.ingest(source)
 
 

@@ -185,7 +185,7 @@ def test_weights_that_round_differently_stop_a_compose(
 
     with monkeypatch.context() as patch:
         patch.setattr(assemble, "convert", rounded_differently)
-        with pytest.raises(IntegrityError, match="rounded from its master, is not what it was"):
+        with pytest.raises(IntegrityError, match="rounded from its master, does not match"):
             store.compose("sft").write(tmp_path / "out")
     assert neighbours == sorted(tmp_path.iterdir())
 
@@ -270,7 +270,7 @@ def test_what_force_has_moved_away_is_named_where_it_cannot_be_put_back(store: S
     before = digests(out)
     with (
         Store(store.path, hook=just_before(last_rename(out), lambda: make_latest(out))) as hooked,
-        pytest.warns(UserWarning, match=r"is whole at .*out\.replaced-"),
+        pytest.warns(UserWarning, match=r"is intact at .*out\.replaced-"),
         pytest.raises(AlreadyExists, match="appeared while we were writing"),
     ):
         hooked.compose("sft").write(out, force=True)

@@ -212,7 +212,7 @@ def test_weights_unlike_their_layer_come_from_the_layer_and_are_noted() -> None:
 
     assert names(choice) == {"a": "a", "shift": ""}
     assert choice.notes == [
-        "'a': the base's own weights files have other values than its layers; the layers' are written"
+        "'a': the base's own weights files differ from its layers in value; the layers' are written"
     ]
 
 

@@ -89,7 +89,7 @@ def test_without_a_step_it_is_refused(store: Store, tmp_path: Path) -> None:
     """No number is made up."""
     folder, before = folder_of(tmp_path, {"model": trained()["model"]}), snapshot(store)
 
-    with pytest.raises(InvalidInput, match="does not say which step it is of") as refused:
+    with pytest.raises(InvalidInput, match="does not state its step") as refused:
         store.ingest(folder)
 
     assert "--step" in str(refused.value.hint)

@@ -304,8 +304,8 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
 STAGE_2: list[tuple[Callable[[Any], object], str, str, type[LayerstoreError]]] = [
     # What is changed, in the files of what, the words, the kind.
     (lambda tree: tree.update(partition_count=[2, 3]), "optim", "was cut for 3 ranks, the model for 2", LayoutMismatch),
-    (lambda tree: _address_of(tree).update(start=1), "optim", "by the order of its parameters at", LayoutMismatch),
-    (lambda tree: tree["param_slice_mappings"][0].popitem(), "optim", "by the order of its param", LayoutMismatch),
+    (lambda tree: _address_of(tree).update(start=1), "optim", "order of its parameters puts it at", LayoutMismatch),
+    (lambda tree: tree["param_slice_mappings"][0].popitem(), "optim", "but the order of its param", LayoutMismatch),
     (_shorten_master, "optim", "its parameters need", LayoutMismatch),
     (lambda tree: tree["param_alignment_paddings"][0].pop(), "optim", "does not fit the parameters", LayoutMismatch),
     (lambda tree: tree["param_alignment_paddings"][0].insert(0, -1), "optim", "does not fit", LayoutMismatch),
@@ -401,7 +401,7 @@ def test_a_model_of_another_save_is_refused(place: Path) -> None:
     name = "mp_rank_00_model_states.pt"
     shutil.copy(place / "two" / "global_step4" / name, place / "two" / TAG / name)
 
-    with refused(place / "store", LayoutMismatch, naming="it is another save's"):
+    with refused(place / "store", LayoutMismatch, naming="the file is from another save"):
         ingest(place, "two", tag=TAG)
 
 

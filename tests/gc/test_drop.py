@@ -308,7 +308,7 @@ def test_it_does_not_come_back_into_another_attempt(store: Store, saved: Checkpo
     store.drop("r@3")
     assert store.ingest(saved(1, seed=9), run="r", rollback=True).attempt == 2
 
-    with pytest.raises(Conflict, match="attempt 2 of 'r' has another history now"):
+    with pytest.raises(Conflict, match="attempt 2 of 'r' has a different history now"):
         store.undrop("r@3")
 
     assert in_trash(store) == [3]

@@ -106,7 +106,7 @@ def test_training_goes_on_whatever_the_server_does(
     assert "the server refuses this key" in status["errors"][-1]
     lines = launch.log.read_text().splitlines()
     retried = [line for line in lines if "trying again in" in line]
-    counted = [line for line in lines if "requests retried on all ranks: " in line]
+    counted = [line for line in lines if "requests retried, total of all ranks: " in line]
     assert 1 <= len(retried) <= len(TROUBLES)
     assert 1 <= len(counted) <= len(TROUBLES)
     assert all(line.startswith(f"layerstore: {s3}: ") for line in (*retried, *counted))

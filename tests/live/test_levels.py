@@ -205,7 +205,7 @@ def test_levels_and_push_are_one_thing() -> None:
     levels = levels_of(["near", "s3://bucket/store"])
     assert options_for(levels, SaverKeywords()).places == ("s3://bucket/store",)
     assert options_for(levels_of("near"), SaverKeywords(push=["/shared", "origin"])).places == ("/shared", "origin")
-    with pytest.raises(InvalidInput, match="push= is given as well as several places"):
+    with pytest.raises(InvalidInput, match="push= is given together with a list of stores"):
         options_for(levels, SaverKeywords(push="origin"))
 
 

@@ -202,7 +202,7 @@ def test_what_cannot_be_attached_to_is_refused_on_every_rank(
     raised = {(event["name"], event["rank"]): event for event in launch.events("raised")}
     words = {
         "other": "the ranks have different stores: rank 0 has",
-        "copy": f"{copy} is not the store that rank 0 has under this path",
+        "copy": f"{copy} is not the store that rank 0 sees at this path",
         "none": f"there is no store at {tmp_path / 'nothing'}",
         "read-only": "Read-only file system",
     }

@@ -126,7 +126,7 @@ def test_ingest_tells_pointers_from_shards(store: Store, tmp_path: Path) -> None
     resume = checkpoint(store, "sft@2", folder=tmp_path / "out" / "checkpoint-2")
     assert resume is not None
 
-    with pytest.raises(InvalidInput, match=r"holds pointers, no shards.*as sft@2"):
+    with pytest.raises(InvalidInput, match=r"holds pointers instead of shards.*as sft@2"):
         store.ingest(resume)
     with pytest.raises(SourceCheckpoint) as raised:
         layerstore.find_checkpoints(tmp_path / "out")

@@ -87,7 +87,7 @@ def test_a_callback_looks_at_its_store_when_it_is_made(store: Path, tmp_path: Pa
         callback(Path("s3://bucket/prefix"), run="sft")
     with pytest.raises(InvalidInput, match="a/b"):
         callback(new, run="a/b")
-    with pytest.raises(NotFound, match="no remote 'nosuch': the store is yet to be made"):
+    with pytest.raises(NotFound, match="no remote 'nosuch': the store does not exist yet"):
         callback(new, run="sft", push="nosuch")
 
     fifty: Any = np.int64(50)

@@ -187,7 +187,7 @@ def test_a_head_of_its_own_in_a_tied_model_is_refused() -> None:
 
     refused(slice_of_head, tied, match="[6, 6] is not an auxiliary layer of this model")
     problem = refused(weights_of_head, tied, match="'lm_head.weight' is tied")
-    assert problem.hint == "remove this entry; model.embed_tokens brings it along"
+    assert problem.hint == "remove this entry; the tensor comes with model.embed_tokens"
 
 
 def test_frozen_auxiliary_layers_need_no_slice() -> None:
@@ -212,7 +212,7 @@ def test_frozen_auxiliary_layers_need_no_slice() -> None:
         (
             "post_weights: [{name: model.norm.weight, model: run/checkpoint-200},"
             " {name: «lm_head.weight, model: run/checkpoint-100}]\n",
-            "the weights of lm_head are to come from step 100, the rest of it from step 200 (recipe.yaml:4:24)",
+            "the weights of lm_head come from step 100, but the rest of the layer from step 200 (recipe.yaml:4:24)",
         ),
         (
             "«post_weights: [{name: model.norm.weight, model: run/checkpoint-200}]\n",
@@ -486,7 +486,7 @@ def test_extra_layers_may_be_named_by_their_weights() -> None:
     refused(
         recipe(*slices, more=f"pre_weights: [{', '.join(parts)}]\n"),
         twice,
-        match="the weights of wpe are to come from step 200, the rest of it from step 100",
+        match="the weights of wpe come from step 200, but the rest of the layer from step 100",
     )
 
 

@@ -216,7 +216,7 @@ def test_a_pin_that_was_sent_meanwhile_stays(
             clone.push()
 
     watch_writes(monkeypatch, before=meanwhile)
-    with pytest.raises(AlreadyExists, match=r"'best' means r@4 in .*not sent: pin best"):
+    with pytest.raises(AlreadyExists, match=r"'best' refers to r@4 in .*not sent: pin best"):
         pushed.push()
     [pin] = layerstore.open(bucket.url).pins()
     assert pin.base == clone.pins()[0].base

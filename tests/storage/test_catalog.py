@@ -235,7 +235,7 @@ def test_too_little_memory_says_nothing_of_the_index(repo: Repository, monkeypat
 
     with monkeypatch.context() as poor:
         poor.setattr(lmdb, "open", refuse)
-        with reopened(repo) as again, pytest.warns(IndexNotice, match="going on without it, slower"):
+        with reopened(repo) as again, pytest.warns(IndexNotice, match="continuing without it, slower"):
             assert steps(again.catalog.view("sft")) == [2, 4, 6]
 
     assert (repo.layout.index / "data.mdb").exists()
@@ -293,7 +293,7 @@ def test_no_index_at_all_is_only_slower(repo: Repository, monkeypatch: pytest.Mo
     assert again.catalog.index_problem
     with (
         pytest.warns(IndexNotice, match="slower; no record is lost"),
-        pytest.raises(StorageIO, match="no record is lost, and questions are answered without an index") as caught,
+        pytest.raises(StorageIO, match="no record is lost, and queries work without the index") as caught,
     ):
         again.catalog.rebuild()
     assert caught.value.errno == errno.ENOENT

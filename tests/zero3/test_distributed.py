@@ -60,7 +60,7 @@ def test_the_parent_of_several_names_them_and_a_command(out: Path, look: Callabl
     ) as refused:
         look(out)
 
-    assert refused.value.hint == f"name one, or several: layerstore ingest {out / 'checkpoint-1000'}"
+    assert refused.value.hint == f"give one of them, or several: layerstore ingest {out / 'checkpoint-1000'}"
 
 
 def test_a_tag_that_is_asked_for_changes_nothing(out: Path) -> None:

@@ -1,6 +1,6 @@
 """
-One HTML file that shows some facts: page, style, script, and the facts as JSON. It loads nothing; if it is served,
-it asks its server whether the store has changed.
+One HTML file that shows some facts: page, style, script, and the facts as JSON. The file loads nothing; if it is
+served, it asks its server whether the store has changed.
 
 Names in a store are untrusted text. They appear only in the JSON, with every character special to HTML escaped, and
 the script sets them as text, never as markup. A content security policy allows that one script and nothing else.
@@ -19,7 +19,7 @@ BEGINS = b"<!doctype html>\n<!-- layerstore report -->\n"
 # Mail and ticket systems accept attachments of this size.
 PAGE_BYTES_MAX = 1_000_000
 
-# They share one scope; the last one starts the page.
+# The scripts share one scope; the last script starts the page.
 _SCRIPTS = (
     "words.js",
     "run.js",

@@ -1,4 +1,4 @@
-"""Turn a save of DCP into a commit: the coordinator decides what is due, and joins what all ranks have written."""
+"""Turn a DCP save into a commit: the coordinator decides what is due, and joins what all ranks have written."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -38,7 +38,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The share that one rank has written."""
+    """What one rank has written."""
 
     parts: tuple[LayerPart, ...]
     values: Mapping[str, bytes]
@@ -57,15 +57,15 @@ class SaveInProgress:
 
     @cached_property
     def place(self) -> NextCommit:
-        """The save's place in the run, from the run's newest commit when the save was planned."""
+        """The save's position in the run, based on the run's newest commit when the save was planned."""
         return self._place_in(view_read_again(self.repo, self.options.run, self.options.step))
 
     def _place_in(self, view: RunView | None) -> NextCommit:
         """
-        Return the save's place in the run as of *view*.
+        Return the save's position in the run as of *view*.
 
         Raises:
-            Conflict: The run has this step already, or a later one.
+            Conflict: The run already has this step or a later step.
         """
         options = self.options
         run = typed(options.run)
@@ -121,7 +121,7 @@ class SaveInProgress:
         shares = list(written)
         options, place = self.options, self.place
         values = {key: data for share in shares for key, data in share.values.items()}
-        # Planned without the lock, which would be held for the whole save; so the place is checked again now, locked.
+        # Planned without the lock, which would be held for the whole save; so check the position again under the lock.
         with self.repo.lock_run(options.run), Transaction(self.repo) as tx:
             view = view_read_again(self.repo, options.run, options.step)
             if self._place_in(view) != place:
@@ -148,7 +148,7 @@ class SaveInProgress:
             for entry in record.layers:
                 if entry.layer not in self.due:
                     tx.inherit(entry)
-            # The ranks' own transactions have ended, so this one must touch and name what they wrote.
+            # The ranks' own transactions have ended, so this transaction must touch and refer to what they wrote.
             named = [stored.ref for share in shares for part in share.parts for stored in part.named]
             for ref in tx.objects.unclaimed(named):
                 raise Overtaken(
@@ -202,7 +202,7 @@ class SaveInProgress:
 
 def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tree]]:
     """
-    Yield values by key from the file *path*, where they lie one after another; no code in them is run.
+    Yield values by key from the file *path*, where they are stored one after another; no code in them is run.
 
     Raises:
         Unsupported: A value is of a class that cannot be kept.

@@ -22,7 +22,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}
-        """The copy of each storage, by address; `_kept` holds the storages, so that no other one gets their address."""
+        """The copy of each storage, by address; `_kept` holds the storages, so that no address is reused."""
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Sources and targets that are still to be copied."""
         self._done = threading.Event()
@@ -37,13 +37,13 @@ class Copies:
             return taken
         is_cuda = any(source.device.type == "cuda" for source, _ in self._pending)
         computed = torch.cuda.current_stream().record_event() if is_cuda else None
-        # The gate before the thread: no update may come between them.
+        # The gate is installed before the thread starts: no update may happen in between.
         gate = register_optimizer_step_pre_hook(lambda *_: self.wait())
         thread = threading.Thread(target=self._copy, args=(computed, gate), name="layerstore-copy", daemon=True)
         try:
             start(thread)
         except BaseException:
-            gate.remove()  # else the next update would wait for copies that nobody makes
+            gate.remove()  # otherwise the next update would wait for copies that nobody makes
             raise
         return taken
 
@@ -76,7 +76,7 @@ class Copies:
             self._pending.append((source, target))
 
     def _copy(self, computed: Any, gate: Any) -> None:
-        """Copy the pending storages, in a thread; on a GPU on a stream of its own, after the event *computed*."""
+        """Copy the pending storages, in a thread; on a GPU, on a separate stream, after the event *computed*."""
         try:
             stream = torch.cuda.Stream() if computed is not None else None  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -102,7 +102,7 @@ class Copies:
         Return the copy of *tensor*.
 
         Raises:
-            Unsupported: There is none: the planner has made *tensor* itself, from tensors that training changes.
+            Unsupported: There is no copy: the planner made *tensor* itself, from tensors that training changes.
         """
         self.wait()
         if self._problem is not None:
@@ -113,8 +113,8 @@ class Copies:
         copy_on_host = self._copies.get(storage.data_ptr())
         if copy_on_host is None:
             raise Unsupported(
-                "the planner makes tensors of its own, which training may have changed meanwhile",
-                hint="use save() instead of async_save(), or another planner",
+                "the planner makes its own tensors, which training may have changed in the meantime",
+                hint="use save() instead of async_save(), or a different planner",
             )
         made = torch.empty(0, dtype=tensor.dtype)
         return made.set_(copy_on_host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

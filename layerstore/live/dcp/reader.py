@@ -1,4 +1,4 @@
-"""``StoreReader``: torch.distributed.checkpoint loads from a store, including commits of DeepSpeed."""
+"""``StoreReader``: torch.distributed.checkpoint loads from a store, including commits that DeepSpeed saved."""
 
 import io
 import warnings
@@ -36,7 +36,7 @@ class _OpenComposite:
 
     composite: Composite
     named: dict[str, Named]
-    """Everything in it, by key."""
+    """The tensors and values of the composite, by key."""
     boxes: Boxes
 
 
@@ -44,13 +44,13 @@ class StoreReader(StorageReader):
     """
     Loads *ref* of *store*, a path or a URL: ``load(state, storage_reader=StoreReader("runs/store", "sft@100"))``.
 
-    Each rank reads the parts of tensors that it needs, and checks all of them. A commit that DeepSpeed saved gets the
-    names of ``get_state_dict``. *policy* chooses a version for each layer, seen from *ref*; without it, layers from
-    several saves are refused. With *exact*, the newest save up to *ref* that was kept bit for bit is used instead.
+    Each rank reads the parts of tensors that it needs, and checks all of them. For a commit that DeepSpeed saved, keys
+    are as in ``get_state_dict``. *policy* chooses a version for each layer, as of *ref*; without a *policy*, layers
+    from several saves are refused. With *exact*, the newest save up to *ref* that was kept bit for bit is used instead.
 
     Raises:
         Conflict: Layers are from several saves, and no *policy* was given.
-        NotFound: There is no such commit.
+        NotFound: The commit does not exist.
     """
 
     @checked
@@ -83,7 +83,7 @@ class StoreReader(StorageReader):
     def _loaded(self) -> _OpenComposite:
         if self._opened is None:
             raise InvalidInput(
-                "no commit was named", hint='StoreReader(store, "sft@100"), or load(…, checkpoint_id="sft@100")'
+                "no commit was given", hint='StoreReader(store, "sft@100"), or load(…, checkpoint_id="sft@100")'
             )
         return self._opened
 
@@ -133,12 +133,12 @@ class StoreReader(StorageReader):
         Return *plans*.
 
         Raises:
-            Conflict: The ranks have found different commits: a save became visible while they looked.
+            Conflict: The ranks found different commits: a save became visible while they looked.
         """
         if len({plan.storage_data for plan in plans}) > 1:
             raise Conflict(
-                "the ranks have found different commits, as a save became visible meanwhile",
-                hint=f'name the step, as in StoreReader(…, "{self._loaded.composite.name}")',
+                "the ranks found different commits: a save became visible while they looked",
+                hint=f'give the step, as in StoreReader(…, "{self._loaded.composite.name}")',
             )
         return plans
 
@@ -163,7 +163,7 @@ class StoreReader(StorageReader):
                     whole = self._revived(entry)
                     _Landing(item, planner, _narrowed(whole, item)).commit()
             opened.boxes.read()
-        # Only after everything was read and checked; tensors in the trainer's own memory are filled by then.
+        # Only after everything was read and checked. Tensors read into the trainer's own memory are already filled.
         for landing in landings:
             landing.commit()
         done: Future[None] = Future()
@@ -172,7 +172,7 @@ class StoreReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Whether *checkpoint_id* could name a commit."""
+        """Whether *checkpoint_id* could be a reference to a commit."""
         return isinstance(checkpoint_id, str)
 
     # -- values ------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class StoreReader(StorageReader):
         return revive_kept(entry.value, self._store.repo.content_of)
 
     def _saved(self, entry: Named) -> io.BytesIO:
-        """Return a value in DCP's form, rebuilt here from known classes: no stored code is run."""
+        """Return a value in DCP's format, rebuilt from known classes: no stored code is run."""
         buffer = io.BytesIO()
         torch.save(self._revived(entry), buffer)
         buffer.seek(0)
@@ -195,7 +195,7 @@ class _Landing:
     item: ReadItem
     planner: LoadPlanner
     source: torch.Tensor
-    """The memory that it is read into: the trainer's own if possible."""
+    """The memory that the tensor is read into: the trainer's own if possible."""
 
     @classmethod
     def planned(cls, boxes: Boxes, entry: Named, held: Held, item: ReadItem, planner: LoadPlanner) -> "_Landing":
@@ -203,7 +203,7 @@ class _Landing:
         assert entry.dtype is not None, "layers hold tensors"
         target = planner.resolve_tensor(item).detach()
         dtype = getattr(torch, by_code(entry.dtype).torch_name)
-        # Read into the trainer's own memory if it is on the host and laid out alike; else copied there by `commit`.
+        # Read directly into the trainer's memory if it is on the host with the same layout; otherwise `commit` copies.
         is_direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
         source = target if is_direct else torch.empty(tuple(item.lengths), dtype=dtype)
         if source.numel():

@@ -39,11 +39,11 @@ class _Instruction:
     """The coordinator's instruction to one rank."""
 
     work: Work
-    """The objects to write; their slices name items of the rank's plan."""
+    """The objects to write; their slices refer to items of the rank's plan."""
     values: tuple[int, ...]
-    """The numbers of the items that are values, not tensors of layers."""
+    """The numbers of the plan's items that are values, not tensors of layers."""
     compact: Mapping[str, LayerEntry]
-    """The compact layers, each with the version that it refers to."""
+    """The layers to store compactly, each with the version that it refers to."""
 
 
 class StoreWriter(StorageWriter, AsyncStager):
@@ -52,17 +52,17 @@ class StoreWriter(StorageWriter, AsyncStager):
 
     Each rank writes its own objects while DCP passes it tensors; the commit becomes visible at the end, whole or not at
     all. Under *policy*, only the layers that are due are written, and the commit inherits the others. *precision*,
-    *exact_every* and *layer_pattern* are those of ``layerstore ingest``. If training went back to an earlier commit,
-    *resumed_from* names it. If *store* is a path without a store, one is made there, unless *create* is False.
+    *exact_every* and *layer_pattern* work as in ``layerstore ingest``. If training went back to an earlier commit, give
+    that commit as *resumed_from*. If *store* is a path without a store, a store is made, unless *create* is False.
 
-    With ``async_save``, tensors are copied to the host while training continues: the next update of any of torch's
-    optimizers waits for the copies that remain. Before changing tensors in another way, call `synchronize_staging`.
+    With ``async_save``, tensors are copied to the host while training continues: the next step of any torch
+    optimizer waits for the remaining copies. Before changing tensors in any other way, call `synchronize_staging`.
 
-    Make a new writer for each save; afterwards ``commit`` is its commit, on the coordinator.
+    Make a new writer for each save; after the save, ``commit`` is its commit, on the coordinator.
 
     Raises:
         InvalidInput: *run* is not a name, or *step* is not a step.
-        Conflict: The run has this step already, or a later one.
+        Conflict: The run already has this step or a later step.
     """
 
     @checked
@@ -110,7 +110,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         return self._copies.take(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Wait for the copies that remain."""
+        """Wait for the remaining copies."""
         if self._copies is not None:
             self._copies.wait()
 
@@ -126,11 +126,11 @@ class StoreWriter(StorageWriter, AsyncStager):
         """Begin a save."""
         if checkpoint_id is not None:
             raise InvalidInput(
-                f"checkpoint_id={checkpoint_id!r} was given: the run and the step name a commit", hint="leave it out"
+                f"checkpoint_id={checkpoint_id!r} was given: run and step identify the commit", hint="leave it out"
             )
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Make the store, on the coordinator, if there is none."""
+        """Make the store, on the coordinator, if it does not exist."""
         if is_coordinator and self._create and self._opened is None and not _is_store(self._path):
             init(self._path).close()
 
@@ -198,7 +198,7 @@ class StoreWriter(StorageWriter, AsyncStager):
             )
         self._copies = None
         results = [WriteResult(index=item.index, size_in_bytes=0, storage_data=None) for item in plan.items]
-        # DCP brings all ranks' results to the coordinator; the first result of each carries what the commit needs.
+        # DCP brings all ranks' results to the coordinator; each rank's first result carries what the commit needs.
         if results:
             results[0] = replace(results[0], storage_data=written)
         done: Future[list[WriteResult]] = Future()
@@ -212,7 +212,7 @@ class StoreWriter(StorageWriter, AsyncStager):
             return value.getvalue()
         value = value.detach() if self._copies is None else self._copies.copy_of(value.detach())
         buffer = io.BytesIO()
-        torch.save(value.cpu().clone(), buffer)  # cloned, because torch.save writes all memory behind a view
+        torch.save(value.cpu().clone(), buffer)  # cloned, because torch.save would write the whole storage of a view
         return buffer.getvalue()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -223,7 +223,7 @@ class StoreWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Return False: the run and the step name a commit."""
+        """Return False: the run and the step identify the commit."""
         del checkpoint_id
         return False
 
@@ -255,7 +255,7 @@ def _items(plans: Sequence[SavePlan]) -> Iterator[Item]:
 
 
 _Staged = tuple[str, StoredObject]
-"""A layer, and an object of it."""
+"""A layer, and one of its objects."""
 
 
 def _staged(staging: Staging, compact: CompactLayers, work: tuple[str, ObjectSource]) -> _Staged:
@@ -293,6 +293,6 @@ class _Reader:
             yield data[start : min(start + IO_CHUNK_BYTES, offset + size_bytes)]
 
     def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
-        """Fill each buffer with the bytes of its place."""
+        """Fill each buffer with the bytes at its path and offset."""
         for path, offset, buffer in places:
             buffer[:] = self._bytes(path)[offset : offset + len(buffer)]

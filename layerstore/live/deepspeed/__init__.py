@@ -1,5 +1,5 @@
 """
-DeepSpeed's engine under ZeRO: capture its state, fill it, and make it save and load through a store.
+DeepSpeed's engine under ZeRO: capture its state, fill it from a store, and make it save and load through a store.
 
 Only ``engine.py`` uses DeepSpeed's names.
 """

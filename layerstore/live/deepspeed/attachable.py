@@ -30,7 +30,7 @@ class AttachableEngine:
         return self.engine.binding
 
     def meet(self, exchange: Exchange) -> None:
-        """Do nothing: each rank of DeepSpeed knows its share."""
+        """Do nothing: under DeepSpeed, each rank knows its share."""
 
     def settle(self) -> None:
         """Wait for all pending saves. Collective."""

@@ -25,7 +25,7 @@ class SavedStates:
 
 def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern[str] | None) -> Captured:
     """
-    Describe *states*, whose paths are below *folder*.
+    Return *states*, whose paths are below *folder*, as this rank's share of a save.
 
     Slices stay in place, to be copied before the next update. Counters, buffers and everything else may change at any
     time, so they are copied now.
@@ -66,7 +66,7 @@ def _file(state: object, path: Path, memory: Memory) -> PtFile:
 def _slices(source: RankSource) -> set[Storage]:
     """Return the storages that hold slices of layers: flat buffers and frozen fragments."""
     storages = {flat.tensor.storage for flat in source.flats}
-    if source.has_whole_model:  # trained weights are not stored: they are the masters, rounded
+    if source.has_whole_model:  # trained weights are not stored: they are the rounded masters
         return storages | {weights.tensor().storage for weights in source.weights.values()}
     return storages | {fragment.tensor().storage for fragment in source.fragments.values()}
 

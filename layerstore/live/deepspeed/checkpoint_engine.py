@@ -1,8 +1,8 @@
 """
-The engine's checkpoint engine: makes ``save_checkpoint`` and ``load_checkpoint`` use the store.
+A checkpoint engine for DeepSpeed that makes ``save_checkpoint`` and ``load_checkpoint`` use the store.
 
-A save is captured as by ``Saver.save`` and leaves pointer files in the folder. Pointers are loaded from the store;
-DeepSpeed loads all other files as before.
+A save is captured as in ``Saver.save`` and leaves pointer files in the folder. A load of pointers reads their target
+from the store; DeepSpeed loads all other files as before.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 
 
 class StoreCheckpointEngine:
-    """Wraps DeepSpeed's checkpoint engine: whole-state saves and pointers use the store, all else is passed on."""
+    """Wraps DeepSpeed's checkpoint engine: saves and pointers use the store, and all other files are passed on."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -48,17 +48,17 @@ class StoreCheckpointEngine:
         self._is_whole = True
         """Whether the current load includes the optimizer's state."""
         self._has_begun = False
-        """Whether the current load has read anything."""
+        """Whether the current load has read anything yet."""
 
     # -- the saver -----------------------------------------------------------------------------------------------
 
     @property
     def saver(self) -> Saver | None:
-        """The saver that takes the engine's saves; None if none is attached."""
+        """The attached saver, which takes the engine's saves; None if none is attached."""
         return None if self._engine is None else self._engine.binding.saver
 
     def install(self, engine: ZeroEngine) -> None:
-        """Make *engine* save and load through this from now on."""
+        """Make *engine* save and load through this checkpoint engine from now on."""
         self._engine = engine
         self._uninstall = engine.install(self)
 
@@ -91,7 +91,7 @@ class StoreCheckpointEngine:
         self._held[kind] = state_dict, Path(path)
 
     def commit(self, info: Any) -> Any:
-        """Save both halves of the state, once they are there, and write pointers in their place."""
+        """Once both halves of the state have arrived, save them to the store, and write pointers to the folder."""
         saver = self.saver
         self._stop_handing_over()
         if saver is not None and self._held.keys() == {_MODEL, _OPTIMIZER}:
@@ -102,9 +102,9 @@ class StoreCheckpointEngine:
                 saver,
                 SavedStates(model=model, model_path=model_path, optimizer=optimizer, optimizer_path=optimizer_path),
             )
-            # After the save has begun: if it is refused, the folder has no pointer to a commit that never comes.
+            # Only after the save has begun: if it is refused, the folder must not point to a commit that never comes.
             with saver.exchange.raise_on_all():
-                # Also under stage 3's file name: stage 3 can continue from what stages 1 and 2 have saved.
+                # Also under stage 3's file name: stage 3 can continue from a save of stage 1 or 2.
                 for_stage_3 = model_path.with_name(first_shard_of(self._known_engine().rank))
                 for path in {model_path, for_stage_3, optimizer_path}:
                     write_pointer(saver.store.repo.files, path, pointer)
@@ -123,8 +123,8 @@ class StoreCheckpointEngine:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def fill(self, engine: ZeroEngine, loaded: Loaded) -> None:
-        """Make *engine* load *loaded* with its own loader, as if a pointer led to it."""
-        # The engine gets empty files, which are not pointers, so their target is set here.
+        """Make *engine* load *loaded* with DeepSpeed's own loader, as if from a pointer."""
+        # The engine gets empty files instead of pointers, so the target is set here.
         self._engine, self._load, self._has_begun = engine, (None, loaded), False
         try:
             engine.load(self, loaded.model(), tag=loaded.composition.base.layout.tag)
@@ -157,9 +157,9 @@ class StoreCheckpointEngine:
             self._is_whole, self._load = True, None
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of *path* or, if that is a pointer, of its target."""
+        """Return the content of *path* or, if *path* is a pointer, of its target."""
         if path.endswith(_MODEL):
-            self.settle()  # loading changes masters without an update, so no gate would wait for copies
+            self.settle()  # loading changes masters without an update, so the gate would not wait for copies
             self._load = self._agreed_target(Path(path))
             self._has_begun = True
             self._binding().begin_load()
@@ -169,21 +169,21 @@ class StoreCheckpointEngine:
         if path.endswith(_MODEL):
             return loaded.model()
         optimizer = loaded.optimizer()
-        self._load = None  # the optimizer's state comes last; from here the engine alone holds its memory
+        self._load = None  # the optimizer's state is loaded last; from now on only the engine holds its memory
         self._binding().hold(loaded.store, loaded.composition)
         self._known_engine().log("loaded %s from %s", loaded.name, loaded.store.repo.name)
         return optimizer
 
     def whole_weights(self, path: Path) -> dict[str, Any] | None:
-        """Return all weights behind the pointer *path*, the same on all ranks; None if it is not a pointer."""
+        """Return all weights of the target of the pointer *path*, alike on all ranks; None if it is no pointer."""
         target = self._agreed_target(path)
         if target is None:
             return None
         pointer, loaded = target
         if self._load is not None and self._load[0] != pointer:
             self._known_engine().warn(
-                "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names",
-                f"they are from {loaded.name}, everything else is from {self._load[1].name}",
+                "without the optimizer's state, DeepSpeed loads weights from the folder given in the file 'latest'",
+                f"weights are from {loaded.name}, everything else is from {self._load[1].name}",
             )
         with (
             closing(Exchange()) as exchange,
@@ -194,7 +194,7 @@ class StoreCheckpointEngine:
 
     def _agreed_target(self, path: Path) -> tuple[Pointer | None, Loaded] | None:
         """
-        Return the pointer *path* and its target, the same on all ranks; None if it is not a pointer.
+        Return the pointer *path* and its target, the same on all ranks; None if *path* is not a pointer.
 
         If one rank cannot load the target, this raises on every rank, before the engine changes.
         """
@@ -203,12 +203,12 @@ class StoreCheckpointEngine:
                 pointer = read_pointer(path)
                 if pointer is not None:
                     wait_for_saves(pointer.store_id, pointer.run)
-            # It may be read already: the loader reads its first file more than once.
+            # DeepSpeed's loader reads its first file more than once, so the target may already be loaded.
             known = self._load if self._load is not None and self._load[0] == pointer else None
             with exchange.raise_on_all():
                 found = (known[1].store, known[1].composition) if known else self._find_target(path, pointer)
             what = "shards" if found is None else f"a pointer to {found[1].commit}"
-            check_same(exchange, path.parent, f"{what}, read already" if known else what)
+            check_same(exchange, path.parent, f"{what} (already read)" if known else what)
             if known or pointer is None or found is None:
                 return known
             return pointer, self._read(exchange, pointer, *found)
@@ -225,7 +225,7 @@ class StoreCheckpointEngine:
         return store, composition_of(store, pointer)
 
     def _read(self, exchange: Exchange, pointer: Pointer, store: Store, composition: Composition) -> Loaded:
-        """Read and check this rank's part of *composition*, to which *pointer* leads. Collective."""
+        """Read and check this rank's part of *composition*, the target of *pointer*. Collective."""
         engine = self._known_engine()
         with exchange.raise_on_all(), naming_damage(store.repo, composition):
             loaded, notes = read_for(engine, exchange, store, composition, is_whole=self._is_whole)
@@ -236,7 +236,7 @@ class StoreCheckpointEngine:
         return self._engine or ZeroEngine(engine_with(self))
 
     def _binding(self) -> Binding:
-        # Found by the engine itself, which may be of a kind that no saver can be attached to.
+        # By the engine itself, not by a `ZeroEngine`: it may be of a kind that no saver can be attached to.
         return binding_of(engine_with(self)) if self._engine is None else self._engine.binding
 
     # -- the rest of the interface -------------------------------------------------------------------------------
@@ -258,6 +258,6 @@ class StoreCheckpointEngine:
 
 
 def checkpoint_engine_of(engine: ZeroEngine) -> StoreCheckpointEngine:
-    """Return the checkpoint engine of *engine* or, if it is DeepSpeed's own, a wrapper that is not installed yet."""
+    """Return the checkpoint engine of *engine* or, if that is DeepSpeed's own, a wrapper, not installed yet."""
     current = engine.checkpoint_engine
     return current if isinstance(current, StoreCheckpointEngine) else StoreCheckpointEngine(current)

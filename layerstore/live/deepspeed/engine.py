@@ -42,14 +42,14 @@ class LoadHandler(Protocol):
         """Wrap one load, which omits the optimizer's state unless *is_whole*; log *note* if pointers are loaded."""
 
     def whole_weights(self, path: Path) -> "dict[str, torch.Tensor] | None":
-        """Return all weights of the checkpoint with the ``model_states`` file *path*; None if that is not a pointer."""
+        """Return all weights of the checkpoint whose ``model_states`` file is *path*; None unless it is a pointer."""
 
 
 class ZeroEngine:
     """The parts of a DeepSpeed engine under ZeRO that layerstore uses."""
 
     def __init__(self, engine: Any) -> None:
-        """Raise InvalidInput if *engine* is not such an engine, Unsupported if it keeps state out of reach."""
+        """Raise InvalidInput unless *engine* is a DeepSpeed engine, Unsupported if its state cannot be saved."""
         stage = getattr(engine, "zero_optimization_stage", None)
         if not callable(stage) or not hasattr(engine, "checkpoint_engine"):
             raise InvalidInput(
@@ -70,12 +70,12 @@ class ZeroEngine:
         self._swaps_parameters = swapped is not None and str(getattr(swapped, "device", "none")).endswith("nvme")
         self._check_ranks()
         self._check_optimizer(engine.zero_offload_optimizer())
-        # Read once: when the process exits, the groups may be gone.
+        # Read now: when the process exits, the process groups may be gone.
         self.rank = self.shard = _rank_in(self._zero.dp_process_group)
-        """This rank among those that share the optimizer's state."""
+        """The number of this rank among the ranks that share the optimizer's state."""
 
     def _check_ranks(self) -> None:
-        """Raise Unsupported unless every rank of the job has its own share of the whole model's state."""
+        """Raise Unsupported unless the whole model's state is divided among all ranks of the job."""
         degree, shared, job = int(self.engine.mp_world_size), _size_of(self._zero.dp_process_group), _size_of(None)
         if getattr(self.engine, "pipeline_parallelism", False):
             raise Unsupported("the engine is a pipeline, which is not supported", hint="train without a PipelineModule")
@@ -117,7 +117,7 @@ class ZeroEngine:
     @property
     def world_size(self) -> int:
         """The number of ranks that share the optimizer's state."""
-        count = self._zero.partition_count  # under stages 1 and 2 a list, by param group
+        count = self._zero.partition_count  # under stages 1 and 2, a list with a count for each param group
         return int(count if self.stage == STAGE_3 else count[0])
 
     def log(self, message: str, *arguments: object) -> None:
@@ -171,7 +171,7 @@ class ZeroEngine:
         return self.engine.checkpoint_engine
 
     def install(self, checkpoint_engine: LoadHandler) -> Callable[[], None]:
-        """Make the engine save and load with *checkpoint_engine*; return a function that undoes it."""
+        """Make the engine save and load with *checkpoint_engine*; return a function that undoes this."""
         engine, before = self.engine, self.engine.checkpoint_engine
         engine.checkpoint_engine = checkpoint_engine
         # DeepSpeed's function copies frozen weights to the host at each save; we copy them once, in the background.
@@ -179,7 +179,7 @@ class ZeroEngine:
         load, engine.load_checkpoint = vars(engine).get("load_checkpoint"), _wrapped_load(engine, checkpoint_engine)
 
         def undo() -> None:
-            if engine.checkpoint_engine is checkpoint_engine:  # else the program has replaced it since
+            if engine.checkpoint_engine is checkpoint_engine:  # otherwise the program has replaced it since
                 engine.checkpoint_engine = before
             vars(engine).pop("_get_param_fragment_func", None)
             vars(engine).pop("load_checkpoint", None)
@@ -190,9 +190,9 @@ class ZeroEngine:
 
     def hand_over_model(self) -> Callable[[], None]:
         """
-        Make every rank pass the model's state to the checkpoint engine; return a function that undoes it.
+        Make every rank pass the model's state to the checkpoint engine; return a function that undoes this.
 
-        Under stages 1 and 2, DeepSpeed does so only on the first rank.
+        Under stages 1 and 2, DeepSpeed itself passes the state only on the first rank.
         """
         engine, before = self.engine, self.engine.save_non_zero_checkpoint
         engine.save_non_zero_checkpoint = True
@@ -231,7 +231,7 @@ class ZeroEngine:
         is_installed = "_get_param_fragment_func" in vars(engine)
         engine._get_param_fragment_func = _fragment
         undo = self.hand_over_model()
-        # DeepSpeed itself assembles the state, and writes it to the catcher: so every version's state is complete.
+        # DeepSpeed itself assembles the state and passes it to the catcher, so the state of any version is complete.
         try:
             with self._settled():
                 engine._save_checkpoint(
@@ -257,7 +257,7 @@ class ZeroEngine:
 
     def without_frozen(self, states: SavedStates) -> SavedStates:
         """Return *states* as they would be with ``exclude_frozen_parameters``."""
-        module = copy.copy(states.model["module"])  # keeps its order and torch's metadata
+        module = copy.copy(states.model["module"])  # a copy keeps the order and torch's metadata
         for name, parameter in self.engine.module.named_parameters():
             if not parameter.requires_grad:
                 module.pop(name, None)
@@ -271,10 +271,10 @@ class ZeroEngine:
         return {name: tuple(shape) for name, shape in shapes.items()}
 
     def load(self, handler: LoadHandler, model: Mapping[str, Any], *, tag: str) -> None:
-        """Make the engine load the two states that *handler* returns; the first is *model*."""
+        """Make the engine load the two states that *handler* returns; *model* is the first of them."""
         engine, real = self.engine, self.engine.checkpoint_engine
         with scratch() as folder:
-            # Empty files, because the loader checks that they exist before *handler* is asked to read them.
+            # Empty files, because the loader checks that the files exist before it calls *handler*.
             put(Path(engine._get_ckpt_name(str(folder), tag)))
             put(Path(engine._get_zero_ckpt_name(str(folder), tag)))
             engine.checkpoint_engine = handler
@@ -295,8 +295,8 @@ class ZeroEngine:
         """
         Partition all parameters, as the engine's own save does, if slices might be on NVMe.
 
-        Otherwise the slices are in memory, gathered or not. Partitioning and gathering the persistent parameters takes
-        a collective for each, which would take most of a save's time.
+        Otherwise the slices are in memory, gathered or not, and this does nothing: partitioning and gathering take a
+        collective for each persistent parameter, which would be most of a save's time.
         """
         if not self._swaps_parameters:
             yield
@@ -308,7 +308,7 @@ class ZeroEngine:
             self._zero.checkpoint_event_epilogue()
 
     def _ungather(self, module: dict[str, Any]) -> None:
-        """Replace gathered parameters in *module* with empty tensors, as for partitioned ones."""
+        """Replace gathered parameters in *module* with empty tensors, as if they were partitioned."""
         gathered = {
             _place(parameter): parameter.new_empty(0)
             for parameter in self.engine.module.parameters()
@@ -320,7 +320,7 @@ class ZeroEngine:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of this rank's masters and moments; Adam's moments are assumed until the optimizer has any."""
+        """The bytes of this rank's masters and moments; until the optimizer has moments, Adam's are assumed."""
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         flats = next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))
         masters = sum(flat.numel() * flat.element_size() for flat in flats)
@@ -344,7 +344,7 @@ def _wrapped_load(engine: Any, own: LoadHandler) -> Callable[..., Any]:
 
     @functools.wraps(load)
     def load_checkpoint(*arguments: Any, **named: Any) -> Any:
-        if engine.checkpoint_engine is not own:  # it has been replaced since
+        if engine.checkpoint_engine is not own:  # the program has replaced it since
             return load(*arguments, **named)
         given = signature.bind(*arguments, **named).arguments
         has_optimizer = bool(given.get("load_optimizer_states", True))
@@ -362,8 +362,8 @@ def _providing_weights(engine: Any, own: LoadHandler) -> Iterator[None]:
     """
     Provide whole weights from *own* while *engine* loads.
 
-    Without the optimizer's states DeepSpeed assembles the masters from the files of all ranks, with a function that
-    reads the files itself. That function is replaced in the engine's module during the load.
+    To load without the optimizer's state, DeepSpeed assembles the masters from the files of all ranks, with a function
+    that reads the files itself. That function is replaced in the engine's module during the load.
     """
     from deepspeed.runtime import engine as module
 
@@ -372,7 +372,7 @@ def _providing_weights(engine: Any, own: LoadHandler) -> Iterator[None]:
     def weights(folder: str, tag: str | None = None, *arguments: Any, **named: Any) -> Any:
         with suppress(SourceCheckpoint):
             tag = tag or read_latest(Path(folder))
-        # Called even if this rank finds no tag: the other ranks may have one, and the call is collective.
+        # Called even if this rank finds no tag: other ranks may find a tag, and the call is collective.
         whole = own.whole_weights(Path(engine._get_ckpt_name(folder, tag or "")))
         return real(folder, tag, *arguments, **named) if whole is None else whole
 
@@ -385,12 +385,12 @@ def _providing_weights(engine: Any, own: LoadHandler) -> Iterator[None]:
 
 def engine_of(model: Any, optimizer: Any) -> Any:
     """
-    Return the engine that trains *model*: trainers pass callbacks the bare model, which does not know its engine.
+    Return the engine that trains *model*: trainers pass callbacks the bare model, which has no link to its engine.
 
     *optimizer*, perhaps in Accelerate's wrapper, identifies it: earlier engines of the model may still be alive.
 
     Raises:
-        InvalidInput: There is none; or there are several, and the optimizer does not identify one of them.
+        InvalidInput: No engine trains *model*; or several do, and the optimizer does not identify one of them.
     """
     optimizers = (optimizer, getattr(optimizer, "optimizer", None))
     engines = _engines_where(lambda engine: getattr(engine, "module", None) is model)
@@ -398,7 +398,7 @@ def engine_of(model: Any, optimizer: Any) -> Any:
 
 
 def engine_with(checkpoint_engine: Any) -> Any:
-    """Return the engine that saves and loads with *checkpoint_engine*, which does not know its engine."""
+    """Return the engine that saves and loads with *checkpoint_engine*, which has no link to its engine."""
     return _only(_engines_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine))
 
 
@@ -436,7 +436,7 @@ def engines_are_made_with(wrapper: Callable[[Any], Any]) -> None:
     make = getattr(engine, "create_checkpoint_engine", None)
     if make is None:
         raise Unsupported(
-            f"DeepSpeed {getattr(engine, 'version', '')} is too old for a Trainer's own resume from pointers",
+            f"DeepSpeed {getattr(engine, 'version', '')} is too old for a Trainer to resume from pointers",
             hint="use DeepSpeed 0.17.1 or newer",
         )
     if getattr(make, "wrapper", None) is wrapper:

@@ -1,8 +1,8 @@
 """
 Load one rank's share of a composite as live objects, and check that it fits the engine.
 
-Everything is checked before the engine's loader changes anything. DeepSpeed's loader would notice a mismatch late, with
-half of the engine filled, or never, because it copies as many flat buffers as both sides have.
+Everything is checked before the engine's loader changes anything. DeepSpeed's loader would notice a mismatch only with
+half of the engine filled, or never, because it copies only as many flat buffers as both sides have.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,9 +50,9 @@ class Loaded:
         own_versions: OwnVersions = MappingProxyType({}),
     ) -> None:
         """
-        Plan the load for *rank* of *world_size* under ZeRO *stage*; None means the stage that saved it.
+        Plan the load for *rank* of *world_size* under ZeRO *stage*; None means the stage that saved the composite.
 
-        Versions are read from the store, except *own_versions*.
+        Versions are read from the store, except those in *own_versions*.
 
         Raises:
             Unsupported: The composite cannot be loaded under *stage*.
@@ -114,8 +114,8 @@ class Loaded:
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.
-            LayoutMismatch: It belongs to another model, optimizer or precision.
-            IntegrityError: Part of it is damaged.
+            LayoutMismatch: The composite belongs to a different model, optimizer or precision.
+            IntegrityError: Part of the composite is damaged.
         """
         if not engine.is_at_boundary:
             raise InvalidInput(
@@ -155,11 +155,11 @@ def read_for(
     """
     Return *composition* as *engine* loads it, and the notes of `Loaded.check_fits`. Collective.
 
-    Raises as `Loaded` and its `check_fits` do, perhaps on one rank alone.
+    Raises the errors of `Loaded` and `Loaded.check_fits`, perhaps on one rank alone.
     """
     own: OwnVersions = {}
     if is_whole and _needs_own_slices(engine, composition):
-        # First: if one rank had failed earlier, the others would wait for it here.
+        # This collective comes first: if one rank had failed before it, the others would wait in it.
         own = own_versions(exchange, store.repo, versions_to_load(composition))
     loaded = Loaded(
         store,
@@ -183,7 +183,7 @@ def _needs_own_slices(engine: ZeroEngine, composition: Composition) -> bool:
 
 
 def zero_makers() -> dict[str, Maker]:
-    """Return the makers of the few classes of DeepSpeed that its states hold."""
+    """Return the makers of the few DeepSpeed classes that DeepSpeed's states hold."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -200,8 +200,8 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
     """
     Return the masters, frozen weights and buffers of *composition* by name, each whole and verified.
 
-    They are the same as DeepSpeed's ``zero_to_fp32`` makes from its shards, in the same order: its loader fills an
-    engine from these if the optimizer's state is not requested. Buffers are rank 0's, floating-point ones as float32.
+    They equal the result of DeepSpeed's ``zero_to_fp32``, in the same order: its loader fills an engine from these
+    if the optimizer's state is not requested. Buffers are rank 0's, floating-point buffers as float32.
     """
     composite = Composite(store.repo, composition)
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
@@ -213,7 +213,7 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
         if name in model["buffer_names"]
     }
     for name, shape in (model["frozen_param_shapes"] or {}).items():
-        # A parameter without elements is not stored.
+        # A parameter without elements is not stored, so make it empty.
         weights[name] = (
             _tensor(frozen, name) if name in frozen else model["frozen_param_fragments"][name].new_empty(shape)
         )
@@ -242,13 +242,13 @@ def check_fits(
     """
     Compare a checkpoint's *model* and *optimizer* states with the engine's own *states*.
 
-    *frozen* are the shapes of the engine's frozen parameters, which *states* leave out.
+    *frozen* are the shapes of the engine's frozen parameters, which are not in *states*.
 
     Raises:
         LayoutMismatch: Parameters, buffers, types or the optimizer's groups differ.
     """
     saved_frozen = model.get("frozen_param_shapes")
-    if saved_frozen is None:  # stage 1 has them only in the module
+    if saved_frozen is None:  # under stage 1, they are only in the module
         saved_frozen = {name: model["module"][name].shape for name in frozen if name in model["module"]} or None
     # Frozen parameters that were not saved are not compared: the engine keeps its own.
     saved = _facts(model, optimizer, frozen=saved_frozen or {})
@@ -294,7 +294,7 @@ def _facts(
         ("the type of", _PRECISION_HINT): {name: module[name].dtype for name in trained if name in module},
         ("the sub-groups of param group", _GROUPS_HINT): dict(enumerate(counts)),
         ("the parameters of sub-group", _GROUPS_HINT): dict(enumerate(map(list, groups))),
-        # Not under stages 1 and 2: the same parameters make the same partitions, and one optimizer pads its masters.
+        # Only under stage 3: in stages 1 and 2, equal parameters make equal partitions, and one optimizer pads masters.
         ("the elements of sub-group", _GROUPS_HINT): dict(enumerate(flat.numel() for flat in flats if is_stage_3)),
         ("the type of sub-group", _PRECISION_HINT): dict(enumerate(flat.dtype for flat in flats)),
     }

@@ -1,7 +1,7 @@
 """
 What a saver needs from any engine: the interface is in ``engine.py``.
 
-Live objects become inert trees here, and trees become live objects. Everything about DeepSpeed is in
+This package turns live objects into inert trees, and trees into live objects. Everything about DeepSpeed is in
 ``live/deepspeed``.
 """
 

@@ -28,11 +28,11 @@ class Captured:
     is_dcp: bool = False
     """Whether the commit has the form of ``torch.distributed.checkpoint``."""
     undivided: str = ""
-    """The state of the optimizer that cannot be cut into layers; empty if there is none."""
+    """The names of optimizer state that cannot be cut into layers; empty if all state can."""
     model: Memory
     optimizer: Memory
     changed: Callable[[], str] = field(default=str)
-    """Returns the name of a tensor that was changed before it was copied; empty if there is none."""
+    """Returns the name of a tensor that was changed before it was copied; empty if none was."""
 
     def memory(self, path: Path) -> Memory:
         """Return the memory that holds *path*."""
@@ -46,7 +46,7 @@ class Captured:
         )
 
     def mark(self, source: ObjectSource) -> Hashable:
-        """Return a key that changes when *source* does: its parts, their addresses, and torch's counts of changes."""
+        """Return a key that changes with *source*: its slices, their addresses, and torch's counts of changes."""
         return source, tuple(self.memory(part.path).mark_of(part.path) for part in source.slices)
 
 
@@ -59,7 +59,7 @@ class Engine(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank among those that share the optimizer's state."""
+        """The number of this rank among the ranks that share the optimizer's state."""
 
     @property
     def shard(self) -> int | None:

@@ -1,5 +1,5 @@
 """
-Turn live objects into an inert tree, equal to that of the ``.pt`` file that ``torch.save`` would write.
+Turn live objects into an inert tree, the same as from the ``.pt`` file that ``torch.save`` would write.
 
 Nothing is written and no tensor is copied: storages point at the memory that holds their bytes.
 """
@@ -29,20 +29,20 @@ class NotPlain(TypeError):
 
     @classmethod
     def at(cls, where: str, value: object, trait: str = "") -> Self:
-        """Return the error for *value*; *trait* is the reason if its class alone would be acceptable."""
+        """Return the error for *value*; *trait* is the reason if the class of *value* would be acceptable."""
         kind = type(value)
         return cls(f"{where or 'it'} is a {kind.__module__}.{kind.__qualname__}{trait}")
 
 
 class Memory:
-    """The storages that trees point to, and where the bytes of each are now."""
+    """The storages that trees point to, and the memory that holds the bytes of each now."""
 
     def __init__(self, name: str) -> None:
         self._folder = Path(name)
         self._storages: dict[int, Storage] = {}
         self._held: dict[Path, torch.UntypedStorage] = {}
         self._replaced: list[torch.UntypedStorage] = []
-        """Storages that were copied: held, too, so that no other storage gets their address."""
+        """Storages replaced by copies; still held, so that no other storage gets their addresses."""
         self._marks: dict[Path, Hashable] = {}
 
     def storage(self, tensor: "torch.Tensor") -> Storage:
@@ -80,7 +80,7 @@ class Memory:
         return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
 
     def mark_of(self, path: Path) -> Hashable:
-        """Return a key that changes with the content of *path*: its address and torch's count of changes to it."""
+        """Return a key that changes with the content of *path*: the address, and torch's count of changes."""
         return self._marks[path]
 
     def put(self, name: str, data: bytes) -> Path:
@@ -114,7 +114,7 @@ class Memory:
 
 
 def place_of(storage: Storage) -> Path:
-    """Return where in a memory the bytes of *storage* are."""
+    """Return the path of the bytes of *storage* in a `Memory`."""
     assert isinstance(storage.content, Located), "live trees point at memory"
     return storage.content.path
 
@@ -124,7 +124,7 @@ def inert(value: object, memory: Memory, *, where: str = "") -> Tree:  # noqa: P
     Return the tree of *value*, whose tensors stay in *memory*.
 
     Raises:
-        NotPlain: It holds an object of a class that no checkpoint may name.
+        NotPlain: *value* holds an object of a class that no checkpoint may contain.
     """
     import torch
 
@@ -181,7 +181,7 @@ def _tensor(value: "torch.Tensor", memory: Memory, where: str) -> Tensor:
 
 
 def _strange_trait(value: "torch.Tensor") -> str:
-    """Return the property of a tensor that no tree can express; empty if there is none."""
+    """Return the property of a tensor that no tree can express; empty if a tree can express the tensor."""
     import torch
 
     if value.device.type == "meta":
@@ -198,7 +198,7 @@ def _dtype_name(value: "torch.Tensor") -> str:
 
 
 def _object(value: object, memory: Memory, where: str) -> Tree:
-    """Decompose an object of a class that checkpoints may name, as pickling would."""
+    """Decompose an object of a class that checkpoints may contain, as pickling would."""
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         raise NotPlain.at(where, value)
     name = _name_of(type(value))
@@ -242,7 +242,7 @@ def check_client_state(client_state: Mapping[str, object]) -> None:
     Make sure that *client_state* can be kept: plain trees, tensors and numpy's values.
 
     Raises:
-        NotPlain: It holds something else.
+        NotPlain: *client_state* holds something else.
     """
     try:
         inert(dict(client_state), Memory("client_state"), where="client_state")

@@ -1,7 +1,7 @@
 """
-The random number generators of one rank: saved as a file with its state, and restored when that rank resumes.
+The random number generators of one rank: saved as a file with the rank's state, and restored when the rank resumes.
 
-The file has the form and name that the Trainer gives it, so that a Trainer can resume from a composed folder, too.
+The file has the Trainer's format and name, so that a Trainer, too, can resume from a composed folder.
 """
 
 import random
@@ -38,7 +38,7 @@ def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
 
 
 def read_random_state(state: RankState, content_of: Callable[[Any], bytes], *, rank: int) -> dict[str, Any] | None:
-    """Return the generators' states of *rank* in *state*; None if there are none."""
+    """Return the generators' states of *rank* in *state*; None if none were saved."""
     # Accelerate may have left a file in its own format, which Accelerate loads itself.
     ours = {"rng_state.pth", f"rng_state_{rank}.pth"}
     file = next((file for file in state.files if file.path in ours), None)
@@ -60,7 +60,7 @@ def _fill(storage: Storage) -> Any:
 
 
 def set_random_state(states: dict[str, Any]) -> bool:
-    """Set this process's generators; return False if CUDA is only in *states* or only in this process."""
+    """Set this process's generators; return False if only *states* or only this process has CUDA."""
     import numpy as np
     import torch
 

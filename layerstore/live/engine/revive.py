@@ -1,8 +1,8 @@
 """
 Turn an inert tree into live objects, for an engine to load.
 
-Only listed classes are ever instantiated: containers and tensors here, and the few small classes in an engine's state,
-which the engine's room lists. Everything else is refused; no name from a tree is ever looked up.
+Only listed classes are ever instantiated: this module lists containers and tensors; each engine's package lists the few
+small classes in its state. Everything else is refused; no name from a tree is ever looked up.
 """
 
 from collections import Counter, OrderedDict
@@ -28,12 +28,12 @@ Maker = Callable[..., Any]
 
 def revive(tree: Tree, fill: Fill, engine_makers: Mapping[str, Maker] | None = None) -> Any:
     """
-    Return the objects that *tree* describes; tensors that share a storage share its memory.
+    Return the objects that *tree* describes; tensors that share a storage in *tree* share memory.
 
     *engine_makers* make the engine's own classes, by name.
 
     Raises:
-        Unsupported: *tree* names a class that is not listed.
+        Unsupported: *tree* contains a class that is not listed.
     """
     return _Reviver(fill, engine_makers or {}).value(tree)
 
@@ -103,7 +103,7 @@ class _Reviver:
         make = self._makers.get(tree.name)
         if make is None:
             raise Unsupported(
-                f"the state names {tree.name}, which layerstore does not instantiate",
+                f"the state refers to {tree.name}, which layerstore does not instantiate",
                 hint="compose a folder, and load it with DeepSpeed itself if you trust it",
             )
         made: Any = make(*(self.value(part) for part in tree.arguments))
@@ -121,7 +121,7 @@ class _Reviver:
 
 
 def _makers() -> dict[str, Maker]:
-    """Return the makers of all classes that any trainer's state may hold; each gets the arguments in the tree."""
+    """Return the makers of all classes that any trainer's state may hold; each is called with the tree's arguments."""
     import torch
 
     return {
@@ -171,7 +171,7 @@ def _named(name: str) -> Any:
         return np.ndarray
     kind = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
-        raise Unsupported(f"the state names {name}, which layerstore does not instantiate")
+        raise Unsupported(f"the state refers to {name}, which layerstore does not instantiate")
     return kind
 
 

@@ -1,7 +1,7 @@
 """
-A module and its optimizers, with no engine around them: FSDP2 (``fully_shard``), DDP, one device.
+A module and its optimizers, without an engine: FSDP2 (``fully_shard``), DDP, one device.
 
-Their commits have the form of ``torch.distributed.checkpoint``, with the keys of ``get_state_dict``.
+Their commits have the format of ``torch.distributed.checkpoint``, with the keys of ``get_state_dict``.
 """
 
 from layerstore.live.module.attachable import AttachableModule

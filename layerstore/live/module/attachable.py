@@ -34,14 +34,14 @@ class AttachableModule:
             self.binding.saver.wait()
 
     def install(self) -> Callable[[], None]:
-        """Do nothing, since a module makes no saves of its own; return a function that does nothing, too."""
+        """Do nothing, since a module makes no saves of its own; return a function that does nothing."""
         return lambda: None
 
     def read(
         self, exchange: Exchange, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None
     ) -> ModuleLoad:
         """Read *composition* and check that it fits."""
-        del exchange  # on another mesh a rank may need any slice, so each reads all versions itself
+        del exchange  # on a different mesh, a rank may need any slice, so each rank reads all versions itself
         if like is not None:
             raise InvalidInput("like= is for DeepSpeed's engine: a module needs none of DeepSpeed's own state")
         return ModuleLoad(self.engine, store, composition, adam_step=adam_step)
@@ -53,7 +53,7 @@ class AttachableModule:
         )
 
     def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
-        """Call *fill* on all ranks; if it fails on one, no rank saves the half-filled module. Collective."""
+        """Call *fill* on all ranks; if *fill* fails on one rank, no rank saves the half-filled module. Collective."""
         try:
             with exchange.raise_on_all():
                 fill()

@@ -35,10 +35,10 @@ def capture(
     exclude_frozen: bool,
 ) -> Captured:
     """
-    Describe the state of *engine* after *step* updates.
+    Return the state of *engine* after *step* updates, as this rank's share of a save.
 
     Trained tensors and moments stay in place, to be copied before the next update; so do frozen weights, unless they
-    have changed already. Buffers, counters and everything else may change at any time, so they are copied now.
+    have already changed. Buffers, counters and everything else may change at any time, so they are copied now.
     """
     state = _State(engine, exclude_frozen=exclude_frozen)
     plan = _plan(engine, state, pattern)
@@ -84,7 +84,7 @@ def _moments_of(layer: LayerSource) -> int:
 
 
 def _updates_of(layer: LayerSource, state: "_State", *, default: int) -> int | None:
-    """Return the number of *layer*'s updates: *default* if the optimizer does not count, None if there were none."""
+    """Return the number of *layer*'s updates: *default* if the optimizer does not count, None before the first."""
     counts = [state.steps[parameter.name] for parameter in layer.parameters if parameter.name in state.steps]
     return common_step(counts) if counts or not _moments_of(layer) else default
 
@@ -128,11 +128,11 @@ class _State:
         self._watched: list[tuple[str, torch.Tensor, int]] = []
 
     def watch(self, key: str) -> None:
-        """Remember that the tensor *key* must not change until it is copied."""
+        """Watch the tensor *key*, which must not change until it is copied."""
         self._watched.append((key, self.flat[key], self.flat[key]._version))
 
     def changed(self) -> str:
-        """Return the key of a watched tensor that has changed; empty if there is none."""
+        """Return the key of a watched tensor that has changed; empty if none has."""
         return next((key for key, tensor, version in self._watched if tensor._version != version), "")
 
     def is_alike(self, key: str) -> bool:
@@ -164,7 +164,7 @@ def _placement(value: torch.Tensor) -> object:
 
 
 def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Copy single numbers to the host, all of one dtype together, as each transfer waits for the device's work."""
+    """Copy scalars to the host, all scalars of a dtype at once, as each transfer waits for the device's work."""
     places_by_kind: dict[tuple[Any, Any], list[tuple[str, str]]] = {}
     for name, state in states.items():
         for key, value in state.items():
@@ -178,7 +178,7 @@ def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _plan(engine: ModuleState, state: _State, pattern: re.Pattern[str] | None) -> PlannedSave:
-    """Return which rank writes what, the same on every rank; planned again only if the set of tensors changes."""
+    """Return the plan of which rank writes what, the same on every rank; made again only if the tensors change."""
     known = state.signature, frozenset(state.trained), pattern
     if engine.planned is None or engine.planned[0] != known:
         plan = plan_save(
@@ -195,7 +195,7 @@ def _plan(engine: ModuleState, state: _State, pattern: re.Pattern[str] | None) -
 
 
 def _items(state: _State, *, world_size: int) -> Iterator[Item]:
-    """Yield every part of every tensor, with the rank that writes it: the least loaded of those that hold it."""
+    """Yield every part of every tensor, with the rank that writes it: the least loaded rank that holds the part."""
     loads = [0] * world_size
     owners: dict[tuple[str, Box], int] = {}
     for number, (key, value) in enumerate(state.flat.items()):
@@ -237,7 +237,7 @@ def _placed_slice(kind: Kind, part: SliceSource, state: _State, memory: Memory) 
     held = value.to_local() if isinstance(value, DTensor) else value
     if type(held) not in {torch.Tensor, torch.nn.Parameter}:
         raise Unsupported(f"{key} is a {type(held).__name__}, which cannot be saved", hint="keep plain tensors")
-    held = held.contiguous()  # if this copies, the copy is the state as of now
+    held = held.contiguous()  # if this copies, the copy holds the current state
     path = place_of(memory.storage(held))
     if kind is Kind.WEIGHTS and key not in state.frozen:
         memory.keep_copy(path)
@@ -249,7 +249,7 @@ def _placed_slice(kind: Kind, part: SliceSource, state: _State, memory: Memory) 
 def _kept_values(
     engine: ModuleState, state: _State, plan: PlannedSave, client_state: Mapping[str, object], memory: Memory
 ) -> RankState:
-    """Return the state outside of layers: the first rank's for all, and each rank's own client_state."""
+    """Return the state outside of layers: the first rank's for all ranks, but each rank's own client_state."""
     own: dict[str, SavedValue] = {}
     if client_state:
         tree = inert(dict(client_state), memory, where=CLIENT_STATE)

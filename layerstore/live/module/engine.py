@@ -1,4 +1,4 @@
-"""The adapter to a module and its optimizers: it counts updates, and is the `Engine` of a saver."""
+"""The adapter to a module and its optimizers: it counts updates, and implements a saver's `Engine`."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,16 +16,16 @@ from layerstore.live.module.held import ModuleState, local
 from layerstore.zero3.trees import STEP
 
 _MOMENTS_MAX = 2
-"""How many moments Adam keeps per element; sizes the host buffer, which is made before there are any."""
+"""How many moments Adam keeps per element; sizes the host buffer, which is made before any moments exist."""
 
 
 class ModuleEngine(ModuleState):
     """A module and its optimizers as an `Engine`."""
 
     own_keys: frozenset[str] = frozenset()
-    """None: the user's client_state is stored separately."""
+    """Empty: the user's client_state is stored separately."""
     shard = None
-    """Any of the ranks that hold a part may write it."""
+    """None: any rank that holds a part may write it."""
 
     def __init__(self, model: object, optimizers: object) -> None:
         """Take *model* and its optimizers, as `ModuleState` does."""
@@ -40,7 +40,7 @@ class ModuleEngine(ModuleState):
 
     @property
     def step(self) -> int:
-        """The step of the commit that the module was filled from, plus the updates since."""
+        """The step of the commit that the module was filled from, plus the number of updates since."""
         return self._updates[-1].count  # all optimizers update, one after the other
 
     def begin_at(self, step: int) -> None:
@@ -94,11 +94,11 @@ class ModuleEngine(ModuleState):
 
 @dataclass(slots=True)
 class _Updates:
-    """The updates of one optimizer, counted from when it was first seen."""
+    """The updates of one optimizer, counted since layerstore first saw the optimizer."""
 
     count: int
     gradients: "dict[int, tuple[ref[torch.Tensor], int]]" = field(default_factory=dict)
-    """By param group: a gradient and torch's count of its changes, right after the last update."""
+    """By param group: one of the gradients, and torch's count of its changes, right after the last update."""
 
     def note(self, optimizer: Optimizer) -> None:
         """Count an update of *optimizer*."""
@@ -117,7 +117,7 @@ class _Updates:
         return known is not None and known() is gradient and version == gradient._version
 
 
-# Per optimizer, not per saver: updates between two savers count, too.
+# By optimizer, not by saver: updates between two savers count, too.
 _UPDATES: "WeakKeyDictionary[Optimizer, _Updates]" = WeakKeyDictionary()
 
 
@@ -131,7 +131,7 @@ def _updates_of(optimizer: Optimizer) -> _Updates:
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield one gradient of each param group; one is enough, because a backward pass changes all of them."""
+    """Yield one gradient of each param group; a backward pass changes all gradients, so one is enough."""
     for number, group in enumerate(optimizer.param_groups):
         gradients = (parameter.grad for parameter in group["params"])
         gradient = next((gradient for gradient in gradients if gradient is not None), None)

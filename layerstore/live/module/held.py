@@ -15,7 +15,7 @@ from layerstore.hashing import object_id
 from layerstore.layers import unwrapped
 
 EXTRA_STATE = "_extra_state"
-"""Torch's name for the state that modules keep besides parameters and buffers."""
+"""Torch's name for the state that modules keep in addition to parameters and buffers."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor."""
@@ -29,7 +29,7 @@ class ModuleState:
         Take *model* and its optimizer, or several in a list.
 
         Raises:
-            InvalidInput: They are something else, or the optimizer trains a parameter that the model does not have.
+            InvalidInput: An argument has a wrong type, or the optimizer trains a parameter that is not in the model.
             Unsupported: The model has an unsupported wrapper.
         """
         self.model = _bare(model)
@@ -39,7 +39,7 @@ class ModuleState:
         self._boxes: dict[str, tuple[tuple[int, ...], list[Box]]] | None = None
         self._first_marks: dict[str, tuple[int, int]] = {}
         self.planned: tuple[object, PlannedSave] | None = None
-        """The facts that the last plan was made from, and that plan: which rank writes what."""
+        """The last plan of which rank writes what, preceded by the facts that it was made from."""
         names, seen = self.names, set[int]()
         for group in self.groups():
             for parameter in group["params"]:
@@ -59,7 +59,7 @@ class ModuleState:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return parameters and persistent buffers by name, tied ones under each name; the tensors themselves."""
+        """Return parameters and persistent buffers by name, tied tensors under each name; not copied."""
         return {name: value for name, value in self._state().items() if not name.endswith(EXTRA_STATE)}
 
     def extras(self) -> dict[str, Any]:
@@ -75,9 +75,9 @@ class ModuleState:
 
     @property
     def names(self) -> dict[int, str]:
-        """Return the name of each parameter, by its identity; the first name of tied ones."""
+        """Return the name of each parameter, by its identity; for tied parameters, the first name."""
         names: dict[int, str] = {}
-        # Not from `named_parameters`, which yields unsharded parameters after an evaluation under FSDP2.
+        # Not from `named_parameters`, which under FSDP2 yields unsharded parameters after an evaluation.
         for name, value in self._state().items():
             names.setdefault(id(value), name)
         return names
@@ -89,7 +89,7 @@ class ModuleState:
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:
-        """The parameters that an optimizer updates, by name, including those that are frozen now but have a state."""
+        """The parameters that an optimizer updates, by name, including parameters now frozen that have a state."""
         names = self.names
         return {
             names[id(parameter)]: parameter
@@ -99,7 +99,7 @@ class ModuleState:
         }
 
     def is_as_it_was(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a frozen parameter is unchanged since the first call for it."""
+        """Whether the frozen parameter *name* is unchanged since the first call for that name."""
         held = local(tensor)
         mark = held.data_ptr(), 0 if held.is_inference() else tensor._version
         return self._first_marks.setdefault(name, mark) == mark
@@ -108,7 +108,7 @@ class ModuleState:
 
     @property
     def rank(self) -> int:
-        """This rank among those that share the state."""
+        """The number of this rank among the ranks that share the state."""
         return dist.get_rank() if _is_distributed() else 0
 
     @property
@@ -148,13 +148,13 @@ class ModuleState:
             raise Conflict(
                 f"{name!r} is {list(shape)}, but was {'not there' if known is None else list(known)} when the saver "
                 "was attached",
-                hint="close the saver, and attach another one",
+                hint="close the saver, and attach a new one",
             )
         return boxes
 
     @property
     def bytes_to_write(self) -> int:
-        """The bytes of trained parameters that this rank writes; those that several ranks hold are divided evenly."""
+        """The bytes of trained parameters that this rank writes; parameters on several ranks are divided evenly."""
         total = 0
         for name, parameter in self.trained.items():
             boxes = self.boxes(name, tuple(parameter.shape))
@@ -171,7 +171,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def _bare(model: object) -> torch.nn.Module:
     """Return *model* without the wrappers of DDP and torch.compile."""
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    if isinstance(inner, torch.nn.Module):  # of DDP, or of torch.compile
+    if isinstance(inner, torch.nn.Module):  # wrapped by DDP or torch.compile
         return _bare(inner)
     if not isinstance(model, torch.nn.Module):
         raise InvalidInput(f"{type(model).__name__} is not a module", hint="attach(model, optimizer, store, run=…)")
@@ -182,7 +182,7 @@ def _bare(model: object) -> torch.nn.Module:
 
 
 def _within(given: Any) -> Iterator[Optimizer]:
-    """Yield torch's optimizers in *given*: one, a list, or a wrapper of Accelerate or torchtitan."""
+    """Yield torch's optimizers in *given*: an optimizer, a list, or a wrapper from Accelerate or torchtitan."""
     several = given if isinstance(given, list | tuple) else getattr(given, "optimizers", None)
     inner = getattr(given, "optimizer", None)
     if several is not None:

@@ -1,7 +1,7 @@
 """
 Fill a module and its optimizers from a composite, whichever trainer saved it.
 
-Everything is read into separate memory and checked before anything changes. Each rank reads only what it holds.
+Everything is read into separate memory and checked before anything changes. Each rank reads only its own parts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ _OWN_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "
 """Settings of a param group that stay the program's own, whatever was saved."""
 
 _CLASS_SETTINGS = ("betas", "momentum")
-"""Settings that tell classes of optimizers apart."""
+"""Settings that distinguish classes of optimizers."""
 
 _STEADY_SETTINGS = ("amsgrad", "dampening", "decoupled_weight_decay", "eps", "maximize", "nesterov", "weight_decay")
 """Settings that neither schedules nor optimizers change: if one differs, the program was changed."""
@@ -56,8 +56,8 @@ class ModuleLoad:
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.
-            LayoutMismatch: It belongs to another model or optimizer.
-            IntegrityError: Part of it is damaged.
+            LayoutMismatch: The composite belongs to a different model or optimizer.
+            IntegrityError: Part of the composite is damaged.
         """
         if not engine.is_at_boundary:
             raise InvalidInput(
@@ -175,19 +175,19 @@ class ModuleLoad:
             odd = next((key for key in _CLASS_SETTINGS if first and (key in first) != (key in group)), None)
             if odd is not None:
                 raise LayoutMismatch(
-                    f"the optimizer has {'no ' if odd in first else ''}{odd!r}, unlike that of {self._ref}",
+                    f"the optimizer has {'no ' if odd in first else ''}{odd!r}, unlike the optimizer of {self._ref}",
                     hint="resume into an optimizer of the class that was saved",
                 )
             yield {key: self._revived(value) for key, value in first.items() if key not in _OWN_SETTINGS}
 
     def _lacking(self) -> Iterator[str]:
-        """Yield notes on states that were not saved, or that have no place here."""
+        """Yield notes on parameters whose state was not saved, and on saved moments that no optimizer here uses."""
         without = [name for name, state in self._states.items() if not state]
         if without and len(without) < len(self._states):
             more = f" and {len(without) - 1} more" if len(without) > 1 else ""
-            yield f"the optimizer starts over for {without[0]!r}{more}: no state of it was saved"
+            yield f"the optimizer starts over for {without[0]!r}{more}: no optimizer state was saved"
         elif without and any(entry.held is not None for entry in self._held.values()) and self._base.step:
-            yield "the optimizer starts over: no state of it was saved"
+            yield "the optimizer starts over: no optimizer state was saved"
         known = {self._names.get(name) for name in self._states}
         left = sorted({saved for saved, state in self._held if state and saved not in known})
         if left and self._has_optimizer:
@@ -195,7 +195,7 @@ class ModuleLoad:
             yield f"the moments of {left[0]!r}{more} are left out: no optimizer trains it here"
 
     def _replaced(self) -> Iterator[str]:
-        """Yield notes on settings of the program's param groups that saved ones replace."""
+        """Yield notes on settings of the program's param groups that saved settings replace."""
         replaced: dict[str, list[str]] = {}
         for number, (group, saved) in enumerate(zip(self._engine.groups(), self._groups, strict=False)):
             for key in _STEADY_SETTINGS:
@@ -216,7 +216,7 @@ class ModuleLoad:
         return self._base.step, 0, 0
 
     def _client_state(self) -> dict[str, Any]:
-        """Return the user's client_state; in a commit of DeepSpeed it is mixed with DeepSpeed's own keys."""
+        """Return the user's client_state; in a commit that DeepSpeed saved, it is mixed with DeepSpeed's keys."""
         if self._base.is_dcp:
             kept = DcpState.read(self._state).values.get(CLIENT_STATE)
             return {} if kept is None else dict(self._revived(kept.tree))
@@ -235,7 +235,7 @@ class ModuleLoad:
         except BaseException:
             binding.fail_load()
             raise
-        if self._has_optimizer:  # it is loaded last; with weights alone there is no commit to continue from
+        if self._has_optimizer:  # the optimizer is loaded last; with weights alone, there is no commit to continue from
             binding.hold(self._store, self._composition)
             self._engine.begin_at(self._base.step)
 

@@ -1,7 +1,7 @@
 """
 Messages between the ranks of a job: small ones over gloo, only in the main thread.
 
-This room uses torch.distributed, but knows no engine.
+This package uses torch.distributed, but is independent of engines.
 """
 
 from layerstore.live.ranks.attempt import AttemptLock, place_resumed

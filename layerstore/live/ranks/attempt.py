@@ -1,9 +1,9 @@
 """
-Choose the attempt that a job saves: one that no other job is saving.
+Choose the attempt that a job saves: an attempt that no other job is saving.
 
 If two jobs saved one attempt, their commits would mix. So the second job opens the next attempt, and both continue.
-The lock is released however the process ends. For the same reason, a job opens the next attempt if later commits of its
-attempt were dropped: they may be brought back.
+However the process ends, its lock is released. A job also opens the next attempt if later commits of its attempt were
+dropped: they may be restored, and would mix with new commits.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage import Repository, RunView
 
 PlaceFinder = Callable[[RunView | None], NextCommit]
-"""Returns a job's place, given the commits of its run, before checking whether another job holds that attempt."""
+"""Returns the position that a job wants, given its run's commits; another job may already hold that attempt."""
 
 _TRIES = 10
 
 
 def place_resumed(view: RunView | None, composition: Composition | None) -> NextCommit:
-    """Return where saves continue after an engine was filled with *composition*; None if it starts from scratch."""
+    """Return where saves continue after an engine was filled with *composition*; if that is None, from scratch."""
     if composition is None:
         return NextCommit.begun(view)
     base = composition.base
@@ -34,7 +34,7 @@ def place_resumed(view: RunView | None, composition: Composition | None) -> Next
 
 
 class AttemptLock:
-    """The attempt that a saver saves; rank 0 holds the lock for all ranks."""
+    """The attempt that a saver saves to; rank 0 holds the lock for all ranks."""
 
     def __init__(self, exchange: Exchange, repo: Repository, *, run: str) -> None:
         self._exchange = exchange
@@ -42,11 +42,11 @@ class AttemptLock:
         self._run = run
         self._lock = ExitStack()
         self._held = 0
-        """The locked attempt; 0 for none."""
+        """The locked attempt; 0 if none is locked."""
 
     def acquire(self, wish: PlaceFinder) -> NextCommit:
         """
-        Lock the attempt of *wish*, or the next free one; return the place where all ranks save from now on, and log it.
+        Lock the attempt of *wish*, or the next free attempt; return, and log, where all ranks save from now on.
 
         If this raises, the previous lock stays held.
 
@@ -58,7 +58,7 @@ class AttemptLock:
                 with self._exchange.raise_on_all():
                     attempt = self._reserved(wish, unless_agreed) if self._exchange.rank == 0 else 0
                 attempt = int(self._exchange.first(str(attempt)))
-                # Only now, under the lock: the attempt's last holder may have committed right before it released it.
+                # Only now, under the lock: the last holder may have committed right before releasing the attempt.
                 place, places = self._exchange.agree_on(
                     partial(self._place_at, wish, attempt),
                     lambda place: "" if place is None else f"{place.attempt} {place.save_number} {place.fork}",
@@ -71,7 +71,7 @@ class AttemptLock:
                         f"the ranks see different commits of run {self._run!r}",
                         hint="does every host see the same store?",
                     )
-                # The old attempt is released only now: if this had raised, the saver would continue it.
+                # The old attempt is released only now: after an error above, the saver would continue that attempt.
                 self._hold(attempt, unless_agreed.pop_all())
                 with self._exchange.raise_on_all():
                     if self._exchange.rank == 0:
@@ -80,7 +80,7 @@ class AttemptLock:
         raise Conflict(f"other jobs keep changing run {self._run!r}", hint="try again, or wait for them")
 
     def _place_at(self, wish: PlaceFinder, attempt: int) -> NextCommit | None:
-        self._repo.records.refresh()  # only rank 0's mirror of a bucket has the commits that it made
+        self._repo.records.refresh()  # of a bucket, only rank 0's mirror already has the commits that rank 0 made
         view = self._repo.catalog.find(self._run)
         return wish(view).moved_to(view, attempt)
 
@@ -117,7 +117,7 @@ class AttemptLock:
             self._lock, self._held = lock, attempt
 
     def _reserved(self, wish: PlaceFinder, lock: ExitStack) -> int:
-        """Lock the attempt of *wish*, or the next free one, until *lock* closes; return its number."""
+        """Lock the attempt of *wish*, or the next free attempt, until *lock* closes; return the locked attempt."""
 
         def placed(taken: Collection[int]) -> NextCommit:
             view = self._repo.catalog.find(self._run)
@@ -134,7 +134,7 @@ class AttemptLock:
         return attempt
 
     def _dropped_after(self, place: NextCommit) -> Iterator[int]:
-        """Yield the attempts of dropped commits that would come after *place* if they were brought back."""
+        """Yield the attempts of dropped commits that would come after *place* if they were restored."""
         trash = self._repo.trash
         for name in trash.records():
             if name.run == self._run and (place.after is None or name.step > place.after):

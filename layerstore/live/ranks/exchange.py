@@ -3,8 +3,8 @@ Messages between ranks: one small all-gather on the host, called by the main thr
 
 The messages have their own gloo group, which does not wait for the accelerator's work.
 
-A save needs one message: all ranks report which save they want, whether they can make it, and how earlier ones ended,
-and every rank draws the same conclusions from the same reports. A resume also sends each rank data of its own.
+A save needs one message: all ranks report which save they want, whether they can make it, and how earlier saves ended,
+and every rank draws the same conclusions from the same reports. A resume also sends each rank its own data.
 """
 
 import json
@@ -33,7 +33,7 @@ TEXT_BYTES_MAX = 2048
 _SILENT_SECONDS_MAX = 60.0
 
 _LATE_SECONDS = 120.0
-"""When a rank that waits for the others says so; longer than the minute between messages in `Exchange.wait`."""
+"""A rank that has waited this long for the others logs a warning; longer than the minute between `wait` messages."""
 
 Answer = TypeVar("Answer")
 
@@ -57,11 +57,11 @@ class Exchange:
         problem: Exception | None = None
         try:
             yield
-        except Exception as exc:  # noqa: BLE001  # raised below: first, the other ranks need our message
+        except Exception as exc:  # noqa: BLE001  # raised below: the other ranks need our message first
             problem = exc
         texts = self.texts("" if problem is None else f"{type(problem).__name__} {problem}")
         if problem is not None:
-            raise problem  # our own, with its traceback, rather than what another rank reports
+            raise problem  # our own error, with its traceback, rather than another rank's report
         for rank, text in enumerate(texts):
             if text:
                 raise _error_of_rank(*text.split(" ", 1), rank=rank)
@@ -70,7 +70,7 @@ class Exchange:
         """Return every rank's *text*, cut to `TEXT_BYTES_MAX`, by rank."""
         import torch
 
-        # One size for all: an all-gather needs it, and exchanging lengths would take a message of its own.
+        # The same size on all ranks: an all-gather needs that, and exchanging lengths would take another message.
         data = text.encode()[:TEXT_BYTES_MAX].ljust(TEXT_BYTES_MAX, b"\0")
         gathered = self._gathered(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [tensor.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for tensor in gathered]
@@ -79,7 +79,7 @@ class Exchange:
         self, look: Callable[[], Answer], describe: Callable[[Answer], str], *, may_be_late: bool
     ) -> tuple[Answer, list[str]]:
         """
-        Return what *look* returns on this rank, and the text that *describe* makes of it on each rank.
+        Return the result of *look* on this rank, and, by rank, the text that *describe* returns for each rank's result.
 
         If the texts differ, and hosts may see changes late (*may_be_late*), all ranks look again for a while.
         """
@@ -91,7 +91,7 @@ class Exchange:
             views = [text[1:] for text in texts]
             if len(set(views)) == 1 or all(text[0] == "0" for text in texts):
                 return answer, views
-            # Only rank 0 does the timing: with their own clocks, ranks might stop at different times.
+            # Rank 0 alone decides when to stop: with their own clocks, ranks might stop in different rounds.
             if self.first((next(again, "over") or "") if self.rank == 0 else ""):
                 return answer, views
             if self.rank == 0:
@@ -101,7 +101,7 @@ class Exchange:
         """Return the sum of each of *values* over all ranks, bit-identical on every rank."""
         import torch
 
-        # Gathered and added in the order of ranks: a reduction by gloo need not give every rank the same last bit.
+        # Gathered, then added in the order of ranks: gloo's own reduction may differ between ranks in the last bit.
         gathered = self._gathered(torch.tensor(values, dtype=torch.float64))
         return [sum(column) for column in zip(*(tensor.tolist() for tensor in gathered), strict=True)]
 
@@ -113,7 +113,7 @@ class Exchange:
 
     def deal(self, messages: Sequence[bytes]) -> list[bytes]:
         """
-        Send each rank one of *messages*, by rank; return what every rank has sent to this one.
+        Send each rank its message from *messages*, by rank; return the messages that all ranks sent to this rank.
 
         Raises:
             IntegrityError: A message was damaged in transit.
@@ -123,7 +123,7 @@ class Exchange:
         sizes = torch.tensor([len(data) + DIGEST_BYTES for data in messages], dtype=torch.int64)
         of_one = [1] * len(messages)
         sizes_dealt = self._dealt(sizes, torch.empty_like(sizes), of_one, of_one).tolist()
-        with self.raise_on_all():  # else a rank that lacks the memory would leave the others waiting for its data
+        with self.raise_on_all():  # otherwise, if a rank lacked the memory, the others would wait for its data
             sealed = bytearray().join(data + digest(data) for data in messages)
             dealt = torch.empty(sum(sizes_dealt), dtype=torch.uint8)
         data = self._dealt(torch.frombuffer(sealed, dtype=torch.uint8), dealt, sizes.tolist(), sizes_dealt)
@@ -135,14 +135,14 @@ class Exchange:
 
     def wait(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
         """
-        Call *wait* on every rank until it returns True on all, or *until* has passed on one; return whether all did.
+        Call *wait* on every rank until it returns True on all ranks, or *until* passes on one; return whether all did.
 
         Ranks exchange a message every minute, because gloo aborts after half an hour of silence, and a first push may
         take longer.
         """
         while True:
             is_done = wait(min(max(until - time.monotonic(), 0), _SILENT_SECONDS_MAX))
-            # Clocks differ, so a rank that is late tells the others, and all stop in the same round.
+            # Clocks differ, so each rank reports whether *until* has passed, and all stop in the same round.
             is_late = not is_done and time.monotonic() >= until
             with _warning_if_kept_waiting(self.rank, "wait(), close() or resume()"):
                 open_, late = self.sums([float(not is_done), float(is_late)])
@@ -176,7 +176,7 @@ class Exchange:
     def _dealt(
         self, mine: "torch.Tensor", dealt: "torch.Tensor", sizes: list[int], sizes_dealt: list[int]
     ) -> "torch.Tensor":
-        """Send *sizes* elements of *mine* to each rank; return *dealt*, filled with what all have sent to this one."""
+        """Send *sizes* elements of *mine* to each rank; return *dealt*, filled with what this rank received."""
         import torch.distributed as dist
 
         if self._is_alone:
@@ -187,7 +187,7 @@ class Exchange:
 
 @contextmanager
 def _warning_if_kept_waiting(rank: int, call: str) -> Iterator[None]:
-    """Log a line if the other ranks are late for *call*: they may never come, and nothing else would say why."""
+    """Log a line if the other ranks are late for *call*: they may never call it, and no other line would say so."""
 
     def warn() -> None:
         LOG.warning(
@@ -216,7 +216,7 @@ def _error_of_rank(kind: str, message: str, *, rank: int) -> LayerstoreError:
 # -- agreement at a save -------------------------------------------------------------------------------------------
 
 SAVES_MAX = 32
-"""How many saves may be unresolved at once: a report lists them all within `TEXT_BYTES_MAX`."""
+"""How many saves may be unresolved at once, so that a report on all of them fits into `TEXT_BYTES_MAX`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class RankReport:
     number: int
     """The number of the next save."""
     is_at_boundary: bool = True
-    """Whether no gradients are being accumulated for a coming update."""
+    """Whether no gradients are being accumulated for an update that is still to come."""
     is_pressed: bool = False
     """Whether so many saves or bytes are unwritten that another save would block training."""
     is_tight: bool = False
@@ -239,11 +239,11 @@ class RankReport:
     outcomes: dict[int, bool]
     """From the rank that commits: whether each resolved save became visible."""
     has_lost_base: bool = False
-    """From the rank that commits: whether a layer that the next commits would inherit was collected."""
+    """Whether the next commits cannot inherit every layer: one was collected, or never reaches the next level."""
     precision: str = ""
     """The precision of this save."""
     retries: int = 0
-    """How many requests to a bucket were retried since the last report; when merged, on all ranks."""
+    """How many requests to a bucket were retried since the last report; merged, the sum over all ranks."""
     is_mistyped: bool = False
     """Whether *problem* is a type in client_state that cannot be kept."""
     problem: str = ""
@@ -257,7 +257,7 @@ def exchange_reports(exchange: Exchange, report: RankReport) -> RankReport:
 
 def agree_on_save(exchange: Exchange, report: RankReport) -> RankReport:
     """
-    Make sure that all ranks want the same save and can make it; return all reports merged.
+    Make sure that all ranks want the same save, and are able to make it; return all reports merged.
 
     Raises:
         TypeError: A rank's client_state cannot be kept.
@@ -288,7 +288,7 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
     """
     Return the layers that are *due* under *policy*, the same on every rank.
 
-    Our own policies decide alike on every rank; a user's policy may not, so its answers are compared.
+    Our own policies decide alike on every rank; a user's policy may not, so the ranks compare its answers.
 
     Raises:
         Conflict: The policy's answers differ.
@@ -300,20 +300,20 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
     if not exchange.is_same(object_id("\n".join(sorted(layers)).encode())):
         raise Conflict(
             f"policy {policy.name!r} chooses different layers on different ranks; nothing is saved",
-            hint="let due(save) decide by its argument alone",
+            hint="let due(save) depend on its argument alone",
         )
     return layers
 
 
 def open_session(exchange: Exchange, repo: Repository) -> str:
-    """Return a new session for the ranks' parts, the same on all ranks; check that all see the same store."""
+    """Return a new session for the ranks' parts, the same on all ranks; check that all ranks see the same store."""
     session = exchange.first(secrets.token_hex(16) if exchange.rank == 0 else "")
     with exchange.raise_on_all():
         if exchange.rank == 0:
             repo.parts.open_session(session)
     with exchange.raise_on_all():
         if not repo.parts.sees_session(session):
-            raise InvalidInput(f"{repo.layout.root} is not the store that rank 0 has under this path")
+            raise InvalidInput(f"{repo.layout.root} is not the store that rank 0 sees at this path")
     return session
 
 

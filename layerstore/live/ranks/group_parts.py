@@ -1,4 +1,4 @@
-"""Parts of ranks that share no disk: kept in each node's store, and passed on through the job's rendezvous."""
+"""Parts of ranks that share no disk: stored in each node's store, and exchanged through the job's rendezvous."""
 
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,9 @@ class GroupParts(PartStore):
     """
     The parts of a job's saves.
 
-    In the node's own store, a part is at its usual place, so that collections there keep what it names. Other ranks
-    read it from the key-value store through which the process group was formed. Operations on that are not collectives,
-    so background threads may use them, and no bucket or disk needs to answer.
+    In the node's own store, a part is at its usual path, so that collections there keep the objects it refers to. Other
+    ranks read the part from the key-value store through which the process group was formed. Its operations are not
+    collectives, so background threads may use them, and they need no bucket or disk.
     """
 
     def __init__(self, layout: Layout, files: Files, *, store_id: str, group: "Rendezvous", world_size: int) -> None:
@@ -27,12 +27,12 @@ class GroupParts(PartStore):
         self._world_size = world_size
 
     def sees_session(self, session: str) -> bool:
-        """Return True: each rank makes the folder in its node's store."""
+        """Return True: each rank makes the session's folder in its node's store."""
         return True
 
     def ranks(self, session: str, save: int) -> set[int]:
-        """Return all ranks once each has left a part of *save*, and no rank before; takes a single request."""
-        # Adding 0 reads the count; a get would block until there is one.
+        """Return all ranks once every rank has left a part of *save*, and until then none; takes a single request."""
+        # Adding 0 reads the count; a get would block until the count exists.
         is_complete = self._group.add(self._count(session, save), 0) >= self._world_size
         return set(range(self._world_size)) if is_complete else set()
 
@@ -42,8 +42,8 @@ class GroupParts(PartStore):
         self._pass_on(part)
 
     def publish(self, part: Part) -> None:
-        """Make *part*, which reports that this rank failed, visible to all ranks, unless the rank has one there."""
-        # Not in the node's store: a failure names nothing that collections would have to keep.
+        """Show all ranks *part*, which reports that this rank failed, unless they already see a part of this rank."""
+        # Not in the node's store: a failure refers to no objects that collections would have to keep.
         if not self._group.check([part_name(part.session, part.save, part.rank)]):
             self._pass_on(part)
 
@@ -56,7 +56,7 @@ class GroupParts(PartStore):
     def find(self, session: str, save: int, rank: int) -> Part | None:
         """Return a part, None if it does not exist; raises IntegrityError if it is damaged."""
         name = part_name(session, save, rank)
-        if not self._group.check([name]):  # a get would block until it exists
+        if not self._group.check([name]):  # a get would block until the part exists
             return None
         return unseal_part(self._group.get(name), name=name, store_id=self._store_id)
 
@@ -67,7 +67,7 @@ class GroupParts(PartStore):
         self._group.delete_key(self._count(session, save))
 
     def forget(self, session: str, save: int, rank: int) -> None:
-        """Remove this rank's own part from its node's store, once the next level has everything that it names."""
+        """Remove this rank's own part from its node's store, once the next level has all objects of the part."""
         self._files.discard(self._path(session, save, rank))
 
     def _count(self, session: str, save: int) -> str:

@@ -1,4 +1,4 @@
-"""Open the store on all ranks, or make it: at a first launch there is none, and no rank may act alone."""
+"""Open the store on all ranks, or make it: at a first launch it does not exist, and no rank may act alone."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ def store_if_there(store: Store | StrPath) -> Store | None:
 
     Raises:
         NoStore: The bucket is missing.
-        AlreadyExists: No store could be made there: the path is a file, or a folder with other content.
-        InvalidInput: No store could be made there: the path is inside another store.
+        AlreadyExists: No store could be made at the path: it is a file, or a folder with other content.
+        InvalidInput: No store could be made at the path: it is inside another store.
         IntegrityError: There was a store, but its ``store.json`` is lost.
     """
     try:
@@ -43,18 +43,18 @@ def store_if_there(store: Store | StrPath) -> Store | None:
 
 def open_together(exchange: Exchange, store: Store | StrPath) -> Store | None:
     """
-    Return *store*, opened on every rank; None if no rank finds a store there.
+    Return *store*, opened on every rank; None if no rank finds a store.
 
     Raises:
-        NoStore: Only some ranks find one.
+        NoStore: Only some ranks find the store.
     """
     with exchange.raise_on_all():
         opened = store_if_there(store)
-    # None only if no rank finds one: a rank that does not see a store that others see must not make a second one.
+    # None only if no rank finds a store: a rank that fails to see the others' store must not make a second store.
     if not any(exchange.texts("" if opened is None else "there")):
         return None
     with exchange.raise_on_all():
-        return opened or as_store(store)  # raises on the ranks that found none
+        return opened or as_store(store)  # raises on the ranks that found no store
 
 
 def make_together(exchange: Exchange, path: StrPath) -> Store:
@@ -72,9 +72,9 @@ def _make(path: StrPath) -> None:
         init(path).close()
     except (AlreadyExists, Conflict):
         try:
-            as_store(path).close()  # another job has made it in the meantime
+            as_store(path).close()  # another job has made the store in the meantime
         except NoStore:
-            pass  # something else is there, as the first error says
+            pass  # the path has other content, as the first error says
         else:
             return
         raise
@@ -91,7 +91,7 @@ def _opened_late(path: StrPath) -> Store:
 
 
 def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> None:
-    """Log that training starts from scratch: as a warning if *store* has other runs, since *run* may be mistyped."""
+    """Log that training starts from scratch; warn if *store* has other runs, since *run* may be mistyped."""
     if not isinstance(store, Store):
         LOG.info("there is no store at %s yet: training starts from scratch", store)
     elif (hint := runs_here(store, run)) is None:
@@ -102,9 +102,9 @@ def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> N
 
 def runs_here(store: Store, run: str) -> str | None:
     """
-    Return the hint for a *run* that *store* lacks: it was dropped, a run has a similar name, or which runs there are.
+    Return the hint for a *run* missing from *store*: it was dropped, a run with a similar name, or a list of runs.
 
-    None if there is no other run.
+    None if *store* has no other run.
     """
     if store.repo.records.in_trash(run):
         return hint_at_dropped(run)

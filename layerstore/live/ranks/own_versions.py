@@ -1,8 +1,8 @@
 """
-What versions say about each rank's own slices, read once for all ranks.
+Each rank's own share of the versions, read once for all ranks.
 
-A version describes the slices of all ranks, but each rank needs only its own. So one rank reads, checks and splits each
-version, and sends every rank its part.
+A version describes the slices of all ranks, but each rank needs only its own slices. So one rank reads, checks and
+splits each version, and sends every rank its share.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,17 +17,17 @@ from layerstore.model import BlobRef, LayerEntry, LayerVersion, ObjectId, OwnVer
 from layerstore.storage import Repository
 
 OwnVersions = Mapping[BlobRef, OwnVersion]
-"""What some versions say about the slices of this rank."""
+"""The descriptions of this rank's slices in some versions."""
 
 Layer = TypeVar("Layer")
 
 
 def own_versions(exchange: Exchange, repo: Repository, layers: Sequence[Sequence[LayerEntry]]) -> OwnVersions:
     """
-    Return what versions of *layers* say about this rank's slices, where as many ranks saved them as there are now.
+    Return the descriptions of this rank's slices in versions of *layers* saved by as many ranks as now. Collective.
 
-    A layer is left out if a version of it is damaged, or was cut for another number of ranks: each rank reads such a
-    layer itself, and reports itself what is wrong. Collective.
+    A layer is left out if one of its versions is damaged, or was cut for a different number of ranks: each rank then
+    reads the layer itself, and reports any error itself.
     """
     rank, ranks = exchange.rank, exchange.size
     with exchange.raise_on_all():
@@ -41,7 +41,7 @@ def own_versions(exchange: Exchange, repo: Repository, layers: Sequence[Sequence
 
 
 def versions_to_load(composition: Composition) -> list[tuple[LayerEntry, ...]]:
-    """Return, by layer, the versions that a load of *composition* reads: the chosen one and, to compare, the base's."""
+    """Return, by layer, the versions that a load of *composition* reads: the chosen one, and the base's to compare."""
     own = {entry.layer: entry for entry in composition.base.layers}
     return [tuple(dict.fromkeys((entry, own[entry.layer]))) for entry in composition.layers]
 
@@ -52,16 +52,16 @@ def share_of(layers: Sequence[Layer], rank: int, ranks: int) -> Sequence[Layer]:
 
 
 def _messages(repo: Repository, layers: Sequence[Sequence[LayerEntry]], ranks: int) -> list[list[Plain]]:
-    """Return for each rank what it needs of the versions of *layers*, each with the version's name."""
+    """Return, for each rank, its share of each version of *layers*, with the reference to the version."""
     messages: list[list[Plain]] = [[] for _ in range(ranks)]
     for layer in layers:
         try:
             versions = {entry.version: repo.version(entry.version) for entry in layer}
         except StorageIO:
-            break  # the store does not answer: each further version might wait as long, and all other ranks with it
+            break  # the store does not answer: for each further version, all ranks might wait as long again
         except LayerstoreError:
             continue
-        # All versions of a layer or none: a rank compares what it knows of them.
+        # Send all versions of a layer or none: a rank compares the versions that it gets.
         if all(_is_cut_for(version, ranks) for version in versions.values()):
             for ref, version in versions.items():
                 for message, data in zip(messages, _taken_apart(version, ranks), strict=True):
@@ -75,7 +75,7 @@ def _is_cut_for(version: LayerVersion, ranks: int) -> bool:
 
 
 def _taken_apart(version: LayerVersion, ranks: int) -> Iterator[bytes]:
-    """Yield for each rank the encoding of *version* with only what it needs."""
+    """Yield, for each rank, the encoding of *version* reduced to what the rank needs."""
     objects: list[list[StoredObject]] = [[] for _ in range(ranks)]
     for stored in version.objects:
         for rank in range(ranks) if stored.shards == 1 else (stored.shard,):

@@ -1,7 +1,7 @@
 """
 The threads behind a saver: one copies, one writes and, on rank 0, one commits. None of them calls a collective.
 
-An error here never reaches training: the save is given up, and the status shows the error.
+An error here never reaches training: the save is given up, and the saver's status shows the error.
 """
 
 import threading
@@ -39,19 +39,19 @@ POLL_SECONDS, POLL_SECONDS_MAX = 0.02, 1.0
 """
 How often rank 0 looks for the other ranks' parts, which arrive through the filesystem.
 
-It pauses for a tenth of the time that it has waited, within these bounds. So a commit is visible at most a tenth later,
-and while a slow disk takes a minute, listing the parts of a thousand ranks costs training little.
+Each pause is a tenth of the time waited so far, within these bounds. So polling delays a commit by a tenth at most, and
+while a slow disk takes a minute, listing the parts of a thousand ranks costs training little.
 """
 
 EXIT_SECONDS_MAX = 600.0
 """How long an exiting process waits for its own share to reach the disk."""
 
 PATIENCE_SECONDS = 10.0
-"""How long rank 0 then waits for the others' parts; longer if writing its own share took longer."""
+"""How long rank 0 then waits for the other ranks' parts; longer if writing its own share took longer."""
 
 
 def wait_at_exit(jobs: Collection[Job], *, commits: bool) -> None:
-    """Wait until *jobs* are on disk and, if this rank *commits*, visible, unless the other ranks are far slower."""
+    """Wait until *jobs* are on disk and, if this rank *commits*, visible; give up if other ranks are far slower."""
     end = time.monotonic() + EXIT_SECONDS_MAX
     for job in jobs:
         job.is_written.wait(max(end - time.monotonic(), 0))
@@ -66,12 +66,12 @@ def referable_on_all(
     exchange: Exchange, repo: Repository, place: NextCommit, *, shard: int | None, world_size: int
 ) -> tuple[dict[str, LayerVersion], list[str]]:
     """
-    Return what `referable` does, with the same layers on every rank; each rank looks only for its own objects.
+    Return the result of `referable`, limited to layers that are referable on all ranks. Collective.
 
-    Looking for all ranks' objects would cost a million calls on each of thousands of ranks. Collective.
+    Each rank looks only for its own objects: for all, a million calls on each of thousands of ranks would be needed.
     """
     layers = [(entry,) for entry in place.inherited.values()]
-    # A rank that may write any slice needs the whole versions.
+    # If *shard* is None, this rank may write any slice, so it needs the whole versions.
     own = {} if shard is None else own_versions(exchange, repo, layers)
     with exchange.raise_on_all():
         older, others = referable(replace(repo, own_versions=own), place, shard=shard, world_size=world_size)
@@ -96,7 +96,7 @@ class Background:
         """
         Start the threads; they write to *repo* and pass each save on to *following*.
 
-        *refers*, if differences are kept: the shard that this rank writes (None for any), and the number of ranks.
+        *refers*, if differences are kept: the shard that this rank writes (None: any of them), and the number of ranks.
         """
         self._refers = refers
         self._repo = repo
@@ -115,9 +115,9 @@ class Background:
         self._writing = Worker("write", self._write)
         self._committing = Worker("commit", self._commit) if commits else None
         self._has_said_exact = False
-        """Whether it was logged that nothing of a save could be kept in the requested precision."""
+        """Whether the warning was logged that no layer of a save could be kept in the requested precision."""
         self.has_lost_base = False
-        """Whether a layer that the next commit would inherit was collected, so that every layer must be saved again."""
+        """Whether gc removed a layer that the next commit would inherit, so that every layer must be saved again."""
 
     def add(self, job: Job) -> None:
         """Start *job*."""
@@ -142,7 +142,7 @@ class Background:
         if others and self._committing is not None:
             more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
             LOG.info(
-                "%s%s kept exactly at first: the previous version was cut for another number of ranks", others[0], more
+                "%s%s kept exactly at first: the last version was cut for a different number of ranks", others[0], more
             )
         return frozenset(self._older)
 
@@ -171,10 +171,10 @@ class Background:
             self._following.written(job, part)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = one_line(exc)
-            self._older.clear()  # else shares that are already planned may fail for the same reason
+            self._older.clear()  # otherwise shares that are already planned may fail for the same reason
             LOG.error("step %d was not saved: %s; training continues", job.joint.step, job.failure)
             if isinstance(exc, StorageIO) and exc.errno in FULL_DISK_ERRNOS and self._committing is not None:
-                LOG.error("layerstore gc makes room in the store; a saver with keep= removes old saves by itself")
+                LOG.error("layerstore gc frees space in the store; a saver with keep= removes old saves by itself")
             self._report_failure(job)
         finally:
             try:
@@ -187,7 +187,7 @@ class Background:
     def _report_failure(self, job: Job) -> None:
         try:
             fail_share(self._repo, job.joint, job.failure)
-        except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports says so
+        except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports has it
             LOG.warning("could not record the failure in the store: %s", exc)
 
     def _commit(self, job: Job) -> None:
@@ -197,7 +197,7 @@ class Background:
             if job.joint.compact and not commit.observed.losses and not self._has_said_exact:
                 self._has_said_exact = True
                 LOG.warning(
-                    "step %d: its layers are kept exactly: %s applies only to weights and moments like Adam's, in fp32",
+                    "step %d is kept exactly: %s applies only to fp32 weights and to fp32 moments like Adam's",
                     job.joint.step,
                     job.joint.precision.name,
                 )
@@ -205,14 +205,14 @@ class Background:
                 pin(self._repo, job.commit, job.joint)
             self._following.visible()
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
-            if not job.failure:  # else the thread that writes has logged it
+            if not job.failure:  # otherwise the writing thread has logged it
                 job.failure = one_line(exc)
                 LOG.error("%s", job.failure)
             if isinstance(exc, InheritedLayerLost):
                 self._inherited, self.has_lost_base = {}, True
         finally:
             try:
-                # After the record, or if there will be none: until then, only the parts keep what the ranks wrote.
+                # Once the record is written or given up: until then, only the parts protect what the ranks wrote.
                 self._remove_parts(job.joint)
             finally:
                 job.is_resolved.set()
@@ -222,14 +222,14 @@ class Background:
         joint, begun = job.joint, time.monotonic()
         known: dict[int, Part] = {}
         while (parts := parts_of(self._repo, joint, known)) is None:
-            # Set by the main thread from the other ranks' reports: a rank that failed may leave no part at all.
+            # The main thread sets is_given_up from the other ranks' reports: a failed rank may leave no part at all.
             if job.is_given_up or (job.failure and job.is_written.is_set()):
                 raise GivenUp(f"step {joint.step} is given up: a rank could not write its share")
             waited_seconds = time.monotonic() - begun
             if self._stop.wait(min(max(waited_seconds / 10, POLL_SECONDS), POLL_SECONDS_MAX)):
                 raise GivenUp(f"step {joint.step} is given up: the saver was closed before all ranks had written")
         commit = join(self._repo, joint, parts, inherited=self._inherited, own=self._own)
-        # Only of commits that became visible: the next save must not inherit from one that was given up.
+        # Set only once the commit is visible: the next save must not inherit from a commit that was given up.
         self._inherited = {entry.layer: entry for entry in commit.record.layers}
         return commit
 
@@ -237,4 +237,4 @@ class Background:
         try:
             self._repo.parts.remove(joint.session, joint.save, world_size=joint.share.world_size)
         except Exception as exc:  # noqa: BLE001  # the thread must survive; a collection will remove them
-            LOG.warning("parts of step %d could not be removed, a collection will: %s", joint.step, exc)
+            LOG.warning("could not remove the parts of step %d, a later collection will: %s", joint.step, exc)

@@ -1,5 +1,5 @@
 """
-After each commit of a saver: send it to the next levels, and remove commits that retention does not keep.
+After each commit of a saver: send the commit to the next levels, and remove commits that retention does not keep.
 
 A thread of the committing rank waits for commits, and a helper process calls `Store.push` and `Store.gc` at the lowest
 priority. A thread alone would slow training down, because marking a store holds Python's interpreter lock: on a store
@@ -40,8 +40,8 @@ BUCKET_SECONDS = 3600.0
 GRACE_SECONDS: float | None = None
 """The grace period of the collections; None for the library's default."""
 
-# The process imports layerstore from the same place as this one, however training finds its modules. The path comes
-# last, so that nothing in it shadows another module. One line, since ps shows it.
+# The helper process imports layerstore from the same path as this process, however training finds its modules. That
+# path comes last, so that nothing in it shadows another module. One line, since ps shows the program.
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from layerstore.live.saver.collector import answer_question; answer_question()"
@@ -51,16 +51,16 @@ _PROCESS_NAME = "layerstore-bg"
 
 
 class Collector:
-    """Sends and collects after commits; several commits during one run cause one more run, not one each."""
+    """Pushes and collects after commits; commits that arrive during one round share the next round."""
 
     def __init__(
         self, store: Store, keep: Keep | None, *, run: str, places: Sequence[str], origin: str | None = None
     ) -> None:
         """
-        *places* are where commits are sent, nearest first: remotes by name or URL, and folders.
+        *places* are the destinations of commits, nearest first: remotes by name or URL, and folders.
 
-        *origin*, for a node's own store, is the URL of the level behind it, which knows all commits; only commits that
-        are there may be removed here.
+        *origin*, for a node's own store, is the URL of the next level, which has all commits; only commits that are in
+        *origin* may be removed from the node's store.
         """
         self._store = store
         self._keep = keep
@@ -71,11 +71,11 @@ class Collector:
         self._wishes: SimpleQueue[bool] = SimpleQueue()
         self._ends_at_once = False
         self.error = ""
-        """Why the last run failed; empty if it succeeded, or none has run."""
+        """Why the last push or collection failed; empty if both succeeded, or none has run yet."""
         self.push_error = ""
-        """Why some place lacks the newest commit; empty if none does. Collections do not change it."""
+        """Why the newest commit has not reached every destination; empty if it has. Collections do not change this."""
         self.pushed_step: int | None = None
-        """The newest step that the last of the places has."""
+        """The newest step that has reached the last destination."""
         self._warned = ""
         self._collected_at = -math.inf
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,7 +116,7 @@ class Collector:
             is_open = self._wishes.get()
             while not self._wishes.empty():
                 is_open = self._wishes.get() and is_open
-            requests = self._requests  # before the work: commits that come during it need another run
+            requests = self._requests  # before the work: commits that arrive during it need another round
             if not self._ends_at_once:
                 self._collect(is_new=requests > self._answered)
             with self._is_answered:
@@ -140,12 +140,12 @@ class Collector:
 
     @property
     def has_places(self) -> bool:
-        """Whether it sends commits anywhere."""
+        """Whether commits are sent to other stores."""
         return bool(self._places)
 
     def _has_work(self) -> bool:
         if self._origin is not None:
-            return True  # only the level behind knows which commits there are
+            return True  # only the origin knows which commits exist
         return self._facts is not None and has_work(self._facts, self._run_name)
 
     def _question(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Collector:
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of the helper process to *question*."""
-        # Files, not pipes: a child that training forks in the meantime would keep a pipe open.
+        # Files, not pipes: a child that training forks in the meantime would inherit a pipe and keep it open.
         with tempfile.TemporaryFile() as question_file, tempfile.TemporaryFile() as answer_file:
             question_file.write(json.dumps(question).encode())
             question_file.seek(0)
@@ -182,7 +182,7 @@ class Collector:
             answer_file.seek(0)
             last = (answer_file.read().decode(errors="replace").splitlines() or ["no output"])[-1]
         if code:
-            raise LayerstoreError(f"the collecting process ended with {code}: {last}")
+            raise LayerstoreError(f"the collection process exited with {code}: {last}")
         answer: dict[str, Any] = json.loads(last)
         return answer
 
@@ -205,7 +205,7 @@ class Collector:
 
     def _warn(self, why: str) -> None:
         self.error = why
-        # Once per reason: before the first evaluation, for example, every save would warn that no commit is the best.
+        # Once per reason: before the first evaluation, for example, every save would warn that there is no best commit.
         if why != self._warned:
             LOG.warning("could not %s everything: %s", "push and collect" if self._places else "collect", why)
         self._warned = why
@@ -222,10 +222,10 @@ def answer_question() -> None:
         with Store(question["store"]) as store:
             run, places, origin = question["run"], question["places"], question["origin"]
             if origin is not None and not _has_caught_up(store, origin, run):
-                question["keep"] = None  # commits that only this node has are incomplete: collect after the next save
+                question["keep"] = None  # commits only on this node are incomplete: collect after the next save
             view = store.repo.catalog.find(run)
             newest = None if view is None else view.newest
-            # Sent before collecting: only commits that a place already has may be removed.
+            # Sent before collecting: only commits that have reached the next destination may be removed.
             if newest is not None:
                 answer |= _sent(store, newest.name, places)
             if newest is not None and question["keep"] is not None:
@@ -239,7 +239,7 @@ def answer_question() -> None:
 
 
 def _has_caught_up(store: Store, origin: str, run: str) -> bool:
-    """Pull newer commits from *origin*; return whether *store* has none that *origin* lacks."""
+    """Pull newer commits from *origin*; return whether *store* has no commit newer than those in *origin*."""
     from layerstore.remote import Bucket, Remote, take_over
 
     with Remote(Bucket(origin), Files()) as remote:
@@ -250,9 +250,9 @@ def _has_caught_up(store: Store, origin: str, run: str) -> bool:
 
 def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, Any]:
     """
-    Send the run of the *newest* commit to all *places*; return its step if the last place has it, and the errors.
+    Send the run of the commit *newest* to all *places*; return its step if the last place has it, and the errors.
 
-    If a place fails, the others still get the run, and nothing that the failed place lacks is removed here.
+    If one fails, the others still get the run, and *store* keeps every commit that the failed place lacks.
     """
     answer: dict[str, Any] = {"push_error": ""}
     for place in places:
@@ -286,13 +286,13 @@ def _has(store: Store, newest: RecordName, place: str) -> bool:
     try:
         return newest.id in kept_there(store.repo, Bucket(_remote(store, place)))
     except LayerstoreError:
-        return False  # the place itself cannot be read, as the first error says
+        return False  # the destination cannot be read at all, as the first error says
 
 
 def _collected(
     store: Store, run: str, places: Sequence[str], keep: Keep, grace_seconds: float | None
 ) -> dict[str, Any]:
-    """Apply *keep* here and in the folders among *places*; each loses only commits that the next place has."""
+    """Apply *keep* to *store* and to the folders in *places*; each loses only commits that the next place has."""
     following = _remote(store, places[0]) if places else None
     outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     if (
@@ -300,12 +300,12 @@ def _collected(
         and not Path(places[0]).is_absolute()
         and any(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
     ):
-        # The bucket has records without their objects: push again, now comparing.
-        with suppress(AlreadyExists, IntegrityError):  # the earlier push has reported the same
+        # The bucket has records whose objects are missing: push again, now comparing objects.
+        with suppress(AlreadyExists, IntegrityError):  # the earlier push has reported this error
             store.push(places[0], runs=[run])
         outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     later = [_remote(store, place) for place in places]
-    # A folder in the middle may lack older commits, which only later levels have, so each of those is checked, too.
+    # A folder in the middle may lack older commits, which only later levels have, so all later levels are checked.
     for following in later[1:]:
         outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     for number, place in enumerate(places[:-1], 1):

@@ -1,4 +1,4 @@
-"""The work after a save is written: sending it to the next levels, and collecting commits that are not kept."""
+"""The work after a save is written: send it to the next levels, and collect commits that are not kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from layerstore.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Near:
-    """A node's own first level: its ranks write there, and commits are made in the level behind it."""
+    """A node's own first level: the node's ranks write to it, and commits are made in the next level."""
 
     store: Store
     repo: Repository
@@ -40,7 +40,7 @@ class Following:
     def __init__(
         self, store: Store, near: Near | None, keep: Keep | None, *, run: str, places: Sequence[str], commits: bool
     ) -> None:
-        """*places* come after *store*, nearest first; the last level is not trimmed unless it is the only one."""
+        """*places* are the levels after *store*, nearest first; the last level is trimmed only if there is no other."""
         trims = keep if near is None or places else None
         self.repo = store.repo
         """The level where commits are made."""
@@ -51,7 +51,7 @@ class Following:
         self._near = self._sender = None
         if near is not None:
             if near.is_first_here and keep is not None:
-                # Records of commits without moments would differ from those in the level behind.
+                # Dropping moments changes a record, which would then differ from the record in the next level.
                 rules = replace(keep, drop_optimizer_older_than=None)
                 self._near = Collector(near.store, rules, run=run, places=(), origin=near.behind)
             self._sender = Sender(
@@ -59,13 +59,13 @@ class Following:
             )
 
     def written(self, job: Job, part: Part) -> None:
-        """Send *part* of *job*, which is durable in the first level, to the next."""
+        """Send *part* of *job*, which is durable in the first level, to the next level."""
         if self._sender is not None:
             self._sender.send(job, part)
 
     @property
     def commits_later(self) -> bool:
-        """Whether commits are copied from the first level to the next one, which gets the pins."""
+        """Whether commits are made later, in the next level, which also gets the pins."""
         return self._sender is not None
 
     def visible(self) -> None:
@@ -74,7 +74,7 @@ class Following:
             self._committed()
 
     def note(self, session: str, timing: SaveTiming) -> None:
-        """Write *timing* to the level where commits are made; in the background if that is behind the nodes."""
+        """Write *timing* to the level where commits are made; in the background if each node has a first level."""
         write = partial(note_timing, self.repo, session, timing)
         if self._sender is not None:
             self._sender.after_commits(write, timing.step)
@@ -85,7 +85,7 @@ class Following:
             LOG.warning("could not record the timing of step %d: %s", timing.step, exc)
 
     def _copied(self) -> None:
-        # Not on the rank that commits: its node has the record before the level behind has it.
+        # Not on the rank that commits: the record is in its node's store before it is in the next level.
         if self._near is not None and not self._commits:
             self._near.wake()
 
@@ -134,16 +134,16 @@ class Following:
         return is_complete
 
     def is_sent(self, seconds: float) -> bool:
-        """Return whether the level behind the nodes has all saves, after at most *seconds*; True if there is none."""
+        """Return whether all saves have reached the nodes' next level, after at most *seconds*; True without one."""
         return self._sender is None or self._sender.wait(seconds)
 
     def wait(self, seconds: float) -> bool:
-        """Return whether sending all commits was at least tried, after at most *seconds*."""
+        """Return whether every commit was sent, or its sending failed, after at most *seconds*."""
         return self.is_sent(seconds) and (self._behind is None or self._behind.wait(seconds))
 
     @property
     def has_lost_base(self) -> bool:
-        """Whether some save will never reach the level behind the nodes."""
+        """Whether some save will never reach the nodes' next level."""
         return self._sender is not None and self._sender.has_lost_base
 
     def begin_anew(self) -> None:

@@ -1,8 +1,8 @@
 """
 Measure how far each layer has moved since its last save, for policies that use it.
 
-Movement is measured on a fixed sample of the masters, chosen by position in the whole parameter, so it is the same for
-any number of ranks. Each rank samples the elements that it holds; one small all-gather adds up the sums.
+Movement is measured on a fixed sample of the masters, chosen by position in the whole parameter, so the result does not
+depend on the number of ranks. Each rank samples the elements that it holds; one small all-gather adds up the sums.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class Sample:
     share: Share
     masters: "torch.Tensor"
     squares: "torch.Tensor | None"
-    """Their second moments, if the optimizer keeps them for all masters."""
+    """The second moments of the sampled elements; None unless the optimizer keeps them for all masters."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Places:
     part: SliceSource
     """A slice in that storage."""
     at: "torch.Tensor"
-    """Their positions, on the storage's device from the first sample on."""
+    """The positions of the elements; on the storage's device from the first sample on."""
 
     def taken(self, captured: Captured) -> "torch.Tensor":
         """Return the current values of the elements."""
@@ -64,14 +64,14 @@ class MovementWatch:
         self._counts: list[int] = []
         """The number of trained elements in each layer."""
         self._paths: set[tuple[Path, Path | None]] = set()
-        """The storages of masters, each with the storage of their second moments."""
+        """The storages of the masters, each with the storage of the second moments."""
         self._masters: list[_Places] = []
         self._squares: list[_Places] = []
-        """In the same order; empty if there are no second moments."""
+        """In the order of `_masters`; empty if there are no second moments."""
         self._layer_of = torch.empty(0, dtype=torch.long)
         """The layer of each of this rank's sampled elements."""
         self._weights = torch.empty(0, dtype=torch.float64)
-        """How many elements of the parameter each sampled one stands for."""
+        """How many elements of the parameter each sampled element stands for."""
         self._base: torch.Tensor | None = None
         self._known: set[str] = set()
 
@@ -101,7 +101,7 @@ class MovementWatch:
                 moved.index_add_(0, self._layer_of, roots * difference.abs())
                 lengths.index_add_(0, self._layer_of, roots * self._base.abs())
         lacking = float(sample.squares is None)
-        # Sums, not movements, are exchanged: each rank then computes the same numbers, and decides alike.
+        # Sums, not movements, are exchanged, so that each rank computes the same numbers and decides alike.
         *totals, are_lacking = self._exchange.sums([*sums.flatten().tolist(), lacking])
         differences_of, bases_of, moved_of, lengths_of = (totals[row * count : (row + 1) * count] for row in range(4))
         known = [at for at, layer in enumerate(self._layers) if layer in self._known and self._counts[at]]
@@ -126,7 +126,7 @@ class MovementWatch:
         import torch
 
         if self._base is None:
-            self._base = sample.masters  # of all layers, but `_known` has only those that were saved
+            self._base = sample.masters  # for all layers, though `_known` lists only the saved ones
         else:
             wanted = torch.tensor([layer in layers for layer in self._layers])
             self._base = torch.where(wanted[self._layer_of], sample.masters, self._base)
@@ -138,7 +138,7 @@ class MovementWatch:
         self._known.clear()
 
     def _choose_elements(self, share: Share) -> None:
-        """Choose the elements, and again only if the state has moved, as when the optimizer gets its first moments."""
+        """Choose the elements; choose again only if the state moves, as when the optimizer gets its first moments."""
         import torch
 
         layers = tuple(layer.layer for layer in share.layers)
@@ -184,7 +184,7 @@ def _paths(masters: SliceSource, squares: SliceSource | None) -> tuple[Path, Pat
 
 
 def _first(part: SliceSource) -> int:
-    """Return the position in its storage of the first element of *part*."""
+    """Return the position of the first element of *part* in the storage."""
     return part.offset_bytes // by_code(part.dtype).bytes
 
 

@@ -29,7 +29,7 @@ _BUFFER_BYTES_MIN = 1_000_000
 
 
 class SmallBuffer(UserWarning):
-    """The host has less free memory than one save needs: training may wait for the disk."""
+    """The host buffer is smaller than one save, as too little memory is free: training may wait for the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class SaverOptions:
     mode: Mode = "async"
     """``async``; with ``sync``, every ``save`` waits until the save is durable."""
     host_buffer: int | str = "auto"
-    """The limit of the memory for copies on this host, in bytes or as ``"8GB"``."""
+    """The size of each rank's host buffer for copies, in bytes or as ``"8GB"``."""
     on_pressure: Pressure = "wait"
     """
     What to do when the disk does not keep up: ``wait`` for it, ``skip`` a save, or ``degrade`` it to as many layers as
@@ -55,9 +55,9 @@ class SaverOptions:
     """Which commits of the run to keep: after each save, the others are collected in the background."""
     push: str | PathLike[str] | Iterable[str | PathLike[str]] | None = None
     """
-    A remote's name or URL, or a folder: after each save, the run is sent there in the background, and *keep* removes
-    only commits that are there. In a list, nearest first, *keep* trims all but the last; each loses only commits that
-    the next one has.
+    A remote's name or URL, or a folder: after each save, the run is sent to it in the background, and *keep* removes
+    only commits that have arrived. In a list, nearest first, *keep* trims all but the last; each loses only commits
+    that the next one has.
     """
     durable: Durable = "local"
     """
@@ -70,9 +70,9 @@ class SaverOptions:
     on_saved: Callable[[SaveTiming], None] | None = None
     """Called on rank 0, in its training thread, with the timing of each save that became a commit."""
     on_failed: Callable[[SaveTiming], None] | None = None
-    """Called in the same way with the timing of each save that failed; it has the reason."""
+    """Called in the same way with the timing of each save that failed, which includes the reason."""
     create: bool = True
-    """Whether to make a store if there is none at its path."""
+    """Whether to make a store if the path has none."""
 
     def __post_init__(self) -> None:
         # Everything is checked now: the first save may be hours away.
@@ -86,13 +86,13 @@ class SaverOptions:
         _buffer_bytes(self.host_buffer)
         if self.durable == "remote" and not self.places:
             raise InvalidInput(
-                'durable is "remote", but there is no push',
-                hint='push="s3://BUCKET/PREFIX" names one; leave durable out if the store is itself in a bucket',
+                'durable is "remote", but push is not set',
+                hint='set push="s3://BUCKET/PREFIX"; leave durable out if the store is itself in a bucket',
             )
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The places that each save is sent to: remotes by name or URL, folders by absolute path."""
+        """The destinations that each save is sent to: remotes by name or URL, folders by absolute path."""
         named = [self.push] if isinstance(self.push, str | PathLike) else list(self.push or ())
         return tuple(level if isinstance(level, str) and is_name(level) else place(level) for level in named)
 
@@ -108,7 +108,7 @@ class SaverOptions:
 
 
 class SaverKeywords(TypedDict, total=False):
-    """`SaverOptions` by name, for type checkers, which cannot take the names from a dataclass."""
+    """`SaverOptions` by name, for type checkers, which cannot read the names from a dataclass."""
 
     policy: str | Policy
     precision: PrecisionName
@@ -127,7 +127,7 @@ class SaverKeywords(TypedDict, total=False):
 
 
 def _buffer_bytes(wanted: int | str) -> int | None:
-    """Return the size of a host buffer that is *wanted*, None for ``auto``; raises InvalidInput if it is not a size."""
+    """Return the bytes of the host buffer *wanted*, None for ``auto``; raises InvalidInput if it is not a size."""
     if wanted == "auto":
         return None
     size = size_in_bytes(wanted)
@@ -137,7 +137,7 @@ def _buffer_bytes(wanted: int | str) -> int | None:
 
 
 def pool_bytes(engine: Engine, wanted: int | str) -> int:
-    """Return the size of one rank's host buffer; for ``auto`` its largest save, capped by its share of free memory."""
+    """Return the size of a rank's host buffer; for ``auto``, its largest save, limited to its share of free memory."""
     size = _buffer_bytes(wanted)
     if size is not None:
         return size

@@ -1,4 +1,4 @@
-"""The request for one save, and the files that it keeps byte for byte: the user's, DeepSpeed's, and a trainer's."""
+"""The request for one save, and the files that the save keeps byte for byte: the user's, DeepSpeed's, a trainer's."""
 
 import operator
 import threading
@@ -22,7 +22,7 @@ from layerstore.storage import Repository
 from layerstore.zero3 import beside_shards, flavour_of
 
 _STEP_END = 10**18
-"""Records are named with 18 digits."""
+"""The name of a record has 18 digits for the step."""
 
 FILE_BYTES_MAX = 2 * GIB
 """Files next to the shards are held in memory, up to this size each."""
@@ -35,7 +35,7 @@ class SaveRequest:
     step: int
     client_state: dict[str, object]
     folder: Path = FOLDER
-    """The folder of the checkpoint if it were written as files."""
+    """The folder that the checkpoint would be written to as files."""
     tag: str
     files: dict[str, Path] = field(default_factory=dict)
     """The user's extra files, by their names in the folder."""
@@ -69,9 +69,9 @@ def read_request(
         raise NotPlain(f"client_state is a {type(client_state).__name__}, not a dictionary")
     taken = sorted(engine_keys & (client_state or {}).keys())
     if taken:
-        raise InvalidInput(f"client_state has the key {taken[0]!r}, under which the engine saves state of its own")
+        raise InvalidInput(f"client_state has the key {taken[0]!r}, which the engine uses for its own state")
     if not isinstance(extra_files, Mapping | None):
-        raise InvalidInput(f"extra_files is a {type(extra_files).__name__}; it maps names to paths")
+        raise InvalidInput(f"extra_files is a {type(extra_files).__name__}, not a mapping of names to paths")
     kept_state = dict(client_state or {})
     if metrics is not None:
         # These replace metrics that a resume returned in client_state, which belong to an older step.
@@ -91,7 +91,7 @@ def read_request(
 def _metrics(metrics: object) -> dict[str, float]:
     """Return *metrics* as plain numbers; numpy's numbers and tensors of one element are accepted, too."""
     if not isinstance(metrics, Mapping):
-        raise InvalidInput(f"metrics= is a {type(metrics).__name__}; it maps names to numbers")
+        raise InvalidInput(f"metrics= is a {type(metrics).__name__}, not a mapping of names to numbers")
     numbers = {}
     for name, value in metrics.items():
         try:
@@ -104,7 +104,7 @@ def _metrics(metrics: object) -> dict[str, float]:
 def _below(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise InvalidInput(f"extra_files names {name!r}, which is not below the checkpoint's folder")
+        raise InvalidInput(f"extra_files has the name {name!r}, which is not below the checkpoint's folder")
     return str(path)
 
 
@@ -126,7 +126,7 @@ class SaveFiles:
         self._engine = engine
         self._memory = memory
         self.request = request
-        # Now, not when the folder is complete: training keeps drawing random numbers.
+        # Captured now, not when the folder is complete: training keeps drawing random numbers.
         self._random = random_state(memory, rank=engine.rank, world_size=engine.world_size)
         extra = request.files.items() if engine.rank == 0 else ()
         self._extra = [self._read(name, path) for name, path in extra]
@@ -157,7 +157,7 @@ class SaveFiles:
             self._is_sealed.set()  # always: a thread waits for it
 
     def _files_beside(self) -> list[KeptFile]:
-        """Return DeepSpeed's scripts and the folder's files; the first rank keeps those that belong to no rank."""
+        """Return DeepSpeed's scripts and the folder's files; the first rank keeps files that belong to no rank."""
         try:
             self._flavour = flavour_of(self.request.folder, self.request.tag)
             named = {path.name: path for path in self._engine.scripts} if self._engine.rank == 0 else {}
@@ -174,7 +174,7 @@ class SaveFiles:
             if owner_of_file(path.name, world_size=self._engine.world_size) != self._engine.rank:
                 continue
             if path.name == ADAPTER_WEIGHTS and path.stat().st_size > FILE_BYTES_MAX:
-                LOG.warning("%s is not kept: too large for memory; layerstore compose --format hf makes it", path)
+                LOG.warning("%s is not kept: too large for memory; layerstore compose --format hf recreates it", path)
             else:
                 yield path.relative_to(self.request.folder).as_posix(), path
 

@@ -45,7 +45,7 @@ class Hold:
 
 
 class CudaHold(Hold):
-    """A hold that is measured between two events on the stream that the engine computes on."""
+    """A hold measured between two CUDA events on the stream that the engine computes on."""
 
     def __init__(self, device: "torch.device") -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class CudaHold(Hold):
 
     @property
     def seconds(self) -> float:
-        """Return the stream's time between the events; until it has reached the second one, the host's time."""
+        """Return the stream's time between the two events; until the stream reaches the second, the host's time."""
         if self._to is None or not self._to.query():  # type: ignore[no-untyped-call]
             return super().seconds
         return float(self._from.elapsed_time(self._to)) / 1e3
@@ -87,9 +87,9 @@ class Saved:
     layers_due: tuple[str, ...]
     skipped: bool
     blocked_seconds: float
-    """Time inside ``save``; the wait before the next update comes on top."""
+    """Time inside ``save``; the wait before the next update is not included."""
     precision: str = "exact"
-    """The requested precision; what cannot be coded, such as states in bf16, is kept exactly anyway."""
+    """The requested precision; values that cannot be coded, such as states in bf16, are kept exactly anyway."""
     layers_compact: tuple[str, ...] = ()
     """The layers of *layers_due* that are kept in *precision*; the others are kept exactly."""
 
@@ -166,7 +166,7 @@ class Job:
 
 
 def with_job(status: Status, job: Job) -> Status:
-    """Return *status* updated with *job* as far as it has come."""
+    """Return *status* updated with the progress of *job* so far."""
     blocked_seconds = status.blocked_seconds + job.blocked_seconds
     if job.durable_seconds is None:
         return replace(status, queued=status.queued + 1, blocked_seconds=blocked_seconds)
@@ -192,7 +192,7 @@ class LastSave:
         self.begin_at(after, updates=0)
 
     def begin_at(self, after: int | None, *, updates: int) -> None:
-        """Continue after the step *after*, which the store has; None if there is none."""
+        """Continue after the step *after*, which is in the store; None if the store has no earlier step."""
         self._saved: Saved | None = None
         self._after = after
         self._updates = updates
@@ -203,29 +203,29 @@ class LastSave:
         self._saved, self._after, self._updates, self._is_lost = saved, saved.step, updates, False
 
     def note_lost(self, number: int) -> None:
-        """Record that the save *number* was given up; if it is the last one, its step may be saved again."""
+        """Record that the save *number* was given up; if it was the last save, its step may be saved again."""
         self._is_lost |= self._saved is not None and self._saved.number == number
 
     def same(self, step: int, *, updates: int, pin: str | None, has_extras: bool, precision: str) -> Saved | None:
         """
-        Return the last save if the new one would repeat it: trainers save twice at the end of training.
+        Return the last save if the new save would repeat it: trainers save twice at the end of training.
 
-        If the new save has a *pin*, client_state, files or another *precision*, warn that the first stays as it is.
+        If the new save has a *pin*, client_state, files or another *precision*, warn that the last save is unchanged.
 
         Raises:
-            Conflict: *step* is not after the last one.
+            Conflict: *step* is not after the last saved step.
         """
         if self._after is None or step > self._after:
             return None
-        if step < self._after or updates != self._updates:  # the same step after more updates is another state
+        if step < self._after or updates != self._updates:  # the same step after more updates is a different state
             raise Conflict(
                 f"step {step} is not after step {self._after}, which was saved last",
                 hint="save a later step; to go back to an earlier one, resume from it",
             )
-        if self._is_lost:  # then the new save takes its place
+        if self._is_lost:  # the new save replaces the lost one
             return None
         if pin is not None:
-            LOG.warning("step %d was saved already, without a pin; to add it: layerstore pin %s REF", step, pin)
+            LOG.warning("step %d was saved already, without a pin; pin it with: layerstore pin %s REF", step, pin)
         if has_extras:
             LOG.warning("step %d was saved already; its metrics, client_state and files stay as they are", step)
         if self._saved is not None and self._saved.precision != precision:
@@ -260,4 +260,4 @@ def note_job(job: Job, options: SaverOptions, *, write: Callable[[SaveTiming], N
         if hook is not None:
             hook(timing)
     except Exception as exc:  # noqa: BLE001  # the user's own code, on rank 0 only, while the other ranks wait
-        LOG.warning("%s failed at step %d: %s", name, joint.step, exc)
+        LOG.warning("the hook %s raised at step %d: %s", name, joint.step, exc)

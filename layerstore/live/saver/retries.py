@@ -1,8 +1,8 @@
 """
 Requests to a bucket that are retried while a saver saves.
 
-Elsewhere, each retry is a warning. Here, rank 0 logs its first one at once, which explains a slow save, and the number
-on all ranks once they have exchanged reports.
+Outside of savers, each retry is a warning. In a saver, rank 0 logs its first retry at once, which explains a slow save,
+and the total over all ranks once they have exchanged reports.
 """
 
 import threading
@@ -12,7 +12,7 @@ from layerstore.storage import Repository
 
 
 class Retries:
-    """Counts the retries of one rank, in all its threads; on a disk there are none."""
+    """Counts the retries of one rank, in all its threads; a store on a disk has none."""
 
     def __init__(self, repo: Repository, *, is_first: bool) -> None:
         self._repo = repo
@@ -21,7 +21,7 @@ class Retries:
         self._count = 0
         """Retries since the last report."""
         self._logged = 0
-        """How many of them, at most one, were logged already."""
+        """How many of these retries were logged already: 0 or 1."""
         repo.report_retries(self._note)
 
     def _note(self, retry: str) -> None:
@@ -39,12 +39,12 @@ class Retries:
         return count
 
     def log(self, count: int) -> None:
-        """Log that there were *count* retries on all ranks, unless all of them were logged already."""
+        """Log *count*, the total of retries on all ranks, unless all of them were logged already."""
         with self._guard:
             logged, self._logged = self._logged, 0
         if self._is_first and count > logged:
-            LOG.warning("%s: requests retried on all ranks: %d", self._repo.name, count)
+            LOG.warning("%s: requests retried, total of all ranks: %d", self._repo.name, count)
 
     def close(self) -> None:
-        """Turn retries into warnings again."""
+        """Stop counting: each retry is a warning again."""
         self._repo.report_retries(None)

@@ -112,7 +112,7 @@ class Saver:
         self._over = Status()
         """The summed status of all saves whose outcome is known; their jobs are dropped, so memory stays bounded."""
         self._tight: list[Job] = []
-        """Saves since the last update whose copies may find no room on some rank; the same on every rank."""
+        """Saves since the last update whose copies may not fit some rank's host buffer; alike on every rank."""
         self._last = LastSave(place.after)
         self._is_closed, self._saves, self._updates = False, 0, 0
         self.step_of: Callable[[], int] = lambda: engine.step
@@ -137,15 +137,15 @@ class Saver:
         Save the engine's state as step *step*, by default the engine's own counter.
 
         Every rank calls it, after ``engine.step()`` or ``optimizer.step()``. ``resume`` returns *client_state*;
-        *extra_files* are kept byte for byte, under the names that they get in a composed folder. *pin* names the
-        commit. *metrics*, such as ``{"loss": 2.31}``, show in ``layerstore log`` and go into *client_state* under that
-        name. *precision*, such as ``"exact"``, applies to this save alone.
+        *extra_files* are kept byte for byte, under the names that they get in a composed folder. *pin* is the name of a
+        pin for the commit. *metrics*, such as ``{"loss": 2.31}``, show in ``layerstore log`` and go into *client_state*
+        under the key ``metrics``. *precision*, such as ``"exact"``, applies to this save alone.
 
         Raises:
             TypeError: *client_state* holds something other than plain values, tensors and numpy's types.
             InvalidInput: Gradients are being accumulated for an update that is still to come; or a file does not
                 exist, *step* is not a step, or *pin* is taken.
-            Conflict: *step* is not after the last one, or the ranks disagree.
+            Conflict: *step* is not after the last saved step, or the ranks disagree.
         """
         read = partial(
             read_request,
@@ -185,7 +185,7 @@ class Saver:
     def _save(self, read: Callable[[], SaveRequest], capture: Callable[[SaveRequest], Captured]) -> Saved:
         held = hold_training(self._engine.device)
         if self._is_closed:
-            raise Conflict(f"step {self._engine.step} is not saved: the saver is closed", hint="attach another one")
+            raise Conflict(f"step {self._engine.step} is not saved: the saver is closed", hint="attach a new saver")
         try:
             captured, files, sample = self._capture_state(read, capture)
         except Exception as exc:
@@ -206,7 +206,7 @@ class Saver:
         if repeated is not None:
             return repeated  # without sealing the previous save: more files may come into its folder
         self._seal()
-        # Before any other collective: if one rank waited alone for its disk, the others' collective would time out.
+        # Before any other collective: if a rank waited alone for its disk, the others would time out in it.
         pressure = self.options.on_pressure if agreed.is_pressed else ""
         is_skipped = pressure == "skip" or (pressure == "wait" and not self._wait_for_room())
         self._copier.follow()
@@ -243,7 +243,7 @@ class Saver:
 
     def wait(self) -> None:
         """
-        Wait until every save is visible and durable, or given up; with ``remote``, also pushed. Every rank calls it.
+        Wait until every save is visible and durable, or given up; with ``remote``, also pushed. Every rank calls this.
 
         Raises:
             StorageIO: With ``remote``, the last push failed.
@@ -277,7 +277,7 @@ class Saver:
         return self._following.added_to(reduce(with_job, self._jobs, self._over))
 
     def close(self) -> None:
-        """Wait for the pending saves, and release the engine. Every rank calls it; calling it twice is harmless."""
+        """Wait for the pending saves, and release the engine. Every rank calls this; a second call does nothing."""
         if self._is_closed:
             return
         try:
@@ -310,7 +310,7 @@ class Saver:
             with job.held[-1]:
                 self._finish(job)
         tight, self._tight = self._tight, []
-        if tight:  # all ranks wait, since one may wait for its disk, and the update's own collective would time out
+        if tight:  # all ranks wait: if only one waited for its disk, the update's own collective would time out
             self.exchange.wait(partial(self._wait_for_copies, tight))
         self._wait_for_copies(self._jobs)
 
@@ -355,13 +355,13 @@ class Saver:
     def _apply_reports(self, agreed: RankReport) -> None:
         for job in self._jobs:
             if job.joint.save_number in agreed.failed:
-                job.is_given_up = True  # the failed rank may have been unable to leave a part that says so
+                job.is_given_up = True  # the failed rank may have been unable to write a part that records the failure
             job.is_visible = agreed.outcomes.get(job.joint.save_number, job.is_visible)
             if job.is_visible is False:
                 self._last.note_lost(job.joint.save_number)
         self._schedule.resolve(agreed.outcomes)
         self._background.retries.log(agreed.retries)
-        if agreed.has_lost_base:  # reported by one rank, and acted upon by all in the same save
+        if agreed.has_lost_base:  # one rank reports this; all ranks act on it in the same save
             self._schedule.begin_anew()
             self._background.has_lost_base = False
             self._following.begin_anew()
@@ -391,7 +391,7 @@ class Saver:
         return captured, files, sample
 
     def _check_cuttable(self, kept: str) -> None:
-        """Raise LayoutMismatch if saves may be partial and the optimizer's state *kept* belongs to no layer."""
+        """Raise LayoutMismatch if saves may be partial and *kept*, state of the optimizer, belongs to no layer."""
         if kept and (self._schedule.policy.name != Latest.name or self.options.on_pressure == "degrade"):
             raise LayoutMismatch(
                 f"the optimizer keeps {kept}, which cannot be cut into layers: "
@@ -441,7 +441,7 @@ class Saver:
             if job.failure:
                 raise StorageIO(job.failure, errno=None, filename=self._repo.name)
 
-    # -- for the engine, its loads and resumes -----------------------------------------------------------------
+    # -- for the engine's loads and resumes -----------------------------------------------------------------
 
     @property
     def attempt(self) -> int:
@@ -456,12 +456,12 @@ class Saver:
             if not job.is_resolved.wait(max(end - time.monotonic(), 0)):
                 raise Locked(
                     f"step {job.joint.step} of run {self.run!r} is still being saved after {seconds:.0f} s",
-                    hint="call wait() on its saver, then load again",
+                    hint="call wait() on the run's saver, then load again",
                 )
         self._following.is_sent(max(end - time.monotonic(), 0))
 
     def rebase_on(self, composition: Composition | None) -> None:
-        """Continue from *composition*, which the engine was filled with; None if it was filled from elsewhere."""
+        """Continue from *composition*, which the engine now holds; None if the engine was filled from elsewhere."""
         self._place = place = self._attempt_lock.acquire(partial(place_resumed, composition=composition))
         referable = self._background.begin_at(place, self.exchange)
         self._schedule = Schedule.after(place, self._schedule.policy, run=self.run, referable=referable)

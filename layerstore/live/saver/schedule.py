@@ -20,7 +20,7 @@ from layerstore.zero3 import Share
 
 @dataclass(slots=True)
 class Schedule:
-    """A saver's policy, and the facts that it decides by."""
+    """A saver's policy, and the facts that the policy decides by."""
 
     policy: Policy
     number: int
@@ -30,19 +30,19 @@ class Schedule:
     foreign: frozenset[str] = frozenset()
     """Layers inherited from another run, which need not be saved and have no age."""
     had_moments: dict[str, float] = field(default_factory=dict)
-    """How many moments the optimizer had for each layer at its last save; infinite if it had some, number unknown."""
+    """How many moments the optimizer had for each layer at the layer's last save; infinite if some, number unknown."""
     owed: set[str] = field(default_factory=set)
     """Layers of saves that were given up, skipped or cut; they are due at the next save."""
     pending: dict[int, frozenset[str]] = field(default_factory=dict)
     """The layers due in each save whose outcome is still unknown, by number."""
     compact: dict[int, frozenset[str]] = field(default_factory=dict)
-    """The layers of each pending save that are compact, by the number of the save."""
+    """The compact layers of each pending save, by the number of the save."""
     counts: dict[str, int] = field(default_factory=dict)
-    """By layer, how many compact versions in a row are the newest visible ones; absent if the next must be exact."""
+    """How many of each layer's newest visible versions in a row are compact; absent if the next must be exact."""
 
     @classmethod
     def after(cls, place: NextCommit, policy: Policy, *, run: str, referable: Collection[str] = ()) -> Self:
-        """Return the schedule of *run* from *place* on; differences can refer to the *referable* layers there."""
+        """Return the schedule of *run* from *place* on; differences can refer to the *referable* layers at *place*."""
         own = place.own_numbers(run)
         return cls(
             policy=policy,
@@ -61,7 +61,7 @@ class Schedule:
         moved: Movements,
         sizes: Mapping[str, int],
     ) -> frozenset[str]:
-        """Return the layers to save now: those that the policy names, that cannot be inherited, or that are owed."""
+        """Return the layers to save now: those that the policy chooses, that cannot be inherited, or that are owed."""
         last = self.last_saved()
         save = Save(
             number=self.number,
@@ -82,9 +82,9 @@ class Schedule:
         )
 
     def begin_anew(self) -> None:
-        """Record that nothing can be inherited any more: every layer is due until it is saved."""
+        """Record that no layer can be inherited from now on: every layer is due until it is saved."""
         self.visible, self.foreign, self.counts = {}, frozenset(), {}
-        # Pending saves will be given up too, since none of them has every layer.
+        # Pending saves will be given up too, since none of them stores every layer.
         self.pending = dict.fromkeys(self.pending, frozenset())
 
     @property
@@ -118,7 +118,7 @@ class Schedule:
                 counts[layer] += 1
 
     def begin(self, due: frozenset[str], moments: Mapping[str, int], compact: frozenset[str] = frozenset()) -> int:
-        """Record that a save of *due* has begun, some of them *compact*; return its number."""
+        """Record that a save of the layers *due*, some of them *compact*, has begun; return its number."""
         number = self.number
         self.pending[number], self.compact[number] = due, compact
         self.had_moments |= {layer: moments[layer] for layer in due}
@@ -127,7 +127,7 @@ class Schedule:
         return number
 
     def skip(self, due: frozenset[str]) -> int:
-        """Record that a save of *due* is skipped, so that they are owed; return its number."""
+        """Record that a save of the layers *due* is skipped, so that they are owed; return its number."""
         self.owed |= due
         self.number += 1
         return self.number - 1
@@ -136,7 +136,7 @@ class Schedule:
         self, due: frozenset[str], sizes: Mapping[str, int], room: int, *, moments: Mapping[str, int]
     ) -> frozenset[str]:
         """
-        Return those of *due* that fit into *room*, oldest first, and at least one; the others are owed.
+        Return the layers of *due* that fit into *room*, oldest first, at least one layer; the others are owed.
 
         Layers that cannot be inherited are always included, so a first save is full.
         """
@@ -144,7 +144,7 @@ class Schedule:
         chosen = set(self._needed(due, moments))
         room -= sum(sizes[layer] for layer in chosen)
         for layer in sorted(due - chosen, key=lambda layer: (last.get(layer, -1), layer)):
-            # At least one, even if it is too large: with a buffer smaller than every layer, none would ever be saved.
+            # Take one layer even if it is too large: if no layer fits the buffer, none would ever be saved otherwise.
             if chosen and sizes[layer] > room:
                 continue
             chosen.add(layer)
@@ -161,13 +161,13 @@ class Schedule:
                 self._count(self.counts, due, number)
             else:
                 self.owed |= due
-                # Exact next time: this save's masters may be collected; its references or values may be why it failed.
+                # Exact next time: gc may remove this save's masters; its references or values may be why it failed.
                 self.counts.clear()
             del self.compact[number]
 
 
 def policy_use(policy: Policy, share: Share, due: frozenset[str], moved: Movements) -> PolicyUse:
-    """Return the record's entry on *policy*: which layers were due, and the movements that it decided by."""
+    """Return the record's entry on *policy*: which layers were due, and the movements that this was decided by."""
     decisions: dict[Tree, Tree] = {}
     if not isinstance(policy, Latest) or len(due) < len(share.layers):
         decisions["due"] = [layer.layer for layer in share.layers if layer.layer in due]

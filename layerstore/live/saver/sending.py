@@ -1,8 +1,8 @@
 """
 Sending from a node's own first level: each rank copies its shares to the next level.
 
-Rank 0 then makes the commit there, once all ranks have copied their shares. Saves are sent in order; one that cannot be
-sent now is tried again. Its bytes wait in the first level, not in memory.
+Once all ranks have copied their shares, rank 0 makes the commit in the next level. Saves are sent in order; if sending
+a save fails, it is retried. Until then, the bytes of the save stay in the first level, not in memory.
 """
 
 import threading
@@ -37,14 +37,14 @@ class Sender:
         copied: Callable[[], None],
         committed: Callable[[], None],
     ) -> None:
-        """*copied* is called once this rank's share of a save is in *repo*, *committed* once the commit is."""
+        """*copied* is called once this rank's share of a save is in *repo*; *committed*, once the commit is."""
         self._near = near
         self._repo = repo
         self._copied = copied
         self._committed = committed
         self._is_stopping, self._at_once = threading.Event(), threading.Event()
         self._is_last = False
-        """Whether no rank will leave another part."""
+        """Whether no rank will write any more parts."""
         self._changed = threading.Condition()
         self._to_copy = self._pending = 0
         self._why_waiting = {"copy": "", "commit": ""}
@@ -53,9 +53,9 @@ class Sender:
         self.lost: list[str] = []
         """The saves that will never reach the next level, and why."""
         self.sent_step: int | None = None
-        """On the rank that commits: the newest step that the next level has."""
+        """On the rank that commits: the newest step in the next level."""
         self.has_lost_base = False
-        """Whether a save will never reach the next level, so that the next one must be full."""
+        """Whether a save will never reach the next level, so that the following save must be full."""
         self._copying = _in_order("send")
         self._committing = _in_order("publish") if commits else None
 
@@ -72,9 +72,9 @@ class Sender:
         self._copying.add(partial(self._copy, job, part))
 
     def after_commits(self, write: Callable[[], None], step: int) -> None:
-        """On the rank that commits, call *write*, which also writes to the next level, after the commits so far."""
+        """On the rank that commits, call *write*, which writes to the next level, after the commits so far."""
         assert self._committing is not None
-        # Queued after the shares whose commits are still to come.
+        # Goes through the copying queue, so that it comes after the commits of shares that are still being copied.
         self._copying.add(partial(self._committing.add, partial(self._write, write, step)))
 
     def wait(self, seconds: float) -> bool:
@@ -88,11 +88,11 @@ class Sender:
             return self._changed.wait_for(lambda: not self._to_copy, seconds)
 
     def stop_retrying(self) -> None:
-        """Give up each save that cannot be sent at the next try; the next resume sends it."""
+        """Stop retrying: give up each save whose next try fails; the next resume sends it."""
         self._is_stopping.set()
 
     def expect_no_more(self) -> None:
-        """Give up saves that some rank has not copied yet: no rank copies any more."""
+        """Give up saves that some rank has not copied yet: no rank copies anything from now on."""
         self._is_last = True
 
     def close(self, *, at_once: bool) -> None:
@@ -110,7 +110,7 @@ class Sender:
         try:
             if self._repeated(lambda: copy_share(self._near, self._repo, part), job, "copy"):
                 assert isinstance(self._near.parts, GroupParts)
-                # Only now: until the next level has a part, this one keeps the objects in the node's store.
+                # Only now: until the next level has the part, the node's part protects the objects in its store.
                 self._near.parts.forget(part.session, part.save, part.rank)
                 self._copied()
         except Exception as exc:  # noqa: BLE001  # training continues
@@ -120,7 +120,7 @@ class Sender:
             with self._changed:
                 self._to_copy -= 1
                 self._changed.notify_all()
-            # Also after a failure: the committing thread then gives the save up, and counts it as ended.
+            # Also after a failure: the committing thread then gives the save up and counts it as done.
             if self._committing is not None:
                 self._committing.add(partial(self._commit, job))
             else:
@@ -138,22 +138,22 @@ class Sender:
                 self.sent_step = job.joint.step
                 pin(self._repo, commit, job.joint)
                 self._committed()
-            # After the record. If the save still waits, its parts stay: they keep what the ranks have copied.
+            # After the record. If the save is still waiting, its parts stay: they protect what the ranks have copied.
             if commit is None or self.sent_step == job.joint.step:
                 self._repo.parts.remove(job.joint.session, job.joint.save, world_size=job.joint.share.world_size)
         except Exception as exc:  # noqa: BLE001  # training continues
             self._fail(job, exc)
-            if job.commit is not None:  # the record in *near* needs objects of other nodes, and will never be complete
+            if job.commit is not None:  # the record in *near* needs objects of other nodes, and is never complete
                 forget_record(self._near, self._near.records.name_of(job.commit))
         finally:
             self._end_one()
 
     def _parts(self, job: Job) -> list[Part] | None:
-        """Wait until all ranks have copied their shares; return their parts, or None if this stops first."""
+        """Wait until all ranks have copied their shares; return their parts, or None if the sender stops first."""
         parts: dict[int, Part] = {}
         begun = time.monotonic()
         while True:
-            is_last = self._is_last  # read first: looking for parts may miss those that arrive in the meantime
+            is_last = self._is_last  # read before looking for parts: a part may still arrive during the look
             if not self._repeated(lambda: parts_of(self._repo, job.joint, parts), job, "commit"):
                 return None
             if len(parts) == job.joint.share.world_size:
@@ -166,7 +166,7 @@ class Sender:
                 return None
 
     def _repeated(self, do: Callable[[], object], job: Job, what: str) -> bool:
-        """Call *do*, again and again while a retry may help; return False if the sender stops first."""
+        """Call *do*, and retry while a retry may help; return False if the sender stops before *do* succeeds."""
         pause_seconds = 1.0
         while not self._at_once.is_set():
             try:

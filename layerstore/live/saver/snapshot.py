@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 COPY_BYTES = 4 * MIB
 
 STALLED_SECONDS_MAX = 300.0
-"""How long an update waits for a disk that accepts no bytes at all; then the save is given up."""
+"""How long an update waits for a disk that accepts no bytes at all, before the save is given up."""
 
 
 class PoolClosed(Exception):
-    """The ring was closed: nobody will empty it."""
+    """The ring was closed: it will not be emptied."""
 
 
 class DiskStalled(Exception):
@@ -78,7 +78,7 @@ class Pool:
         raise PoolClosed
 
     def _free_at(self, size_bytes: int) -> int | None:
-        """Return an offset with *size_bytes* contiguous free bytes; None if there is none yet."""
+        """Return an offset with *size_bytes* contiguous free bytes; None if no gap is large enough yet."""
         if not self._given:
             return 0
         oldest, newest = self._given[0][0], self._given[-1][1]
@@ -145,7 +145,7 @@ class Snapshot:
                     try:
                         ready = copy.begin(data, source[at : at + len(data)])
                     except BaseException as exc:
-                        # The reader gives pieces back in order, so it has to get this one, too.
+                        # The reader gives pieces back in order, so it must get the failed piece, too.
                         self.error = exc
                         self._chunks.put(_Chunk(path=part.path, offset=at, data=data, ready=self._failed))
                         raise
@@ -158,12 +158,12 @@ class Snapshot:
         except BaseException as exc:  # noqa: BLE001  # raised where the slices are awaited
             self.error = exc
         finally:
-            # Whatever happened: the writer waits for the end of the queue, and the next update for the copies.
+            # In every case: the writer waits for the end of the queue, and the next update for the copies.
             self._chunks.put(None)
             self.copied.set()
 
     def _unless_changed(self, copy: "Copier", ready: Callable[[], None]) -> Callable[[], None]:
-        """Return *ready* of the last piece or, if the trained state was changed during the copy, one that raises."""
+        """Return the last piece's *ready* or, if the trained state changed during the copy, a function that raises."""
         copy.finish()
         if changed := self.captured.changed():
             self.error = Unsupported(
@@ -179,7 +179,7 @@ class Snapshot:
     # -- the writing thread --------------------------------------------------------------------------------------
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of the next slice, or of a tensor that the save itself has copied."""
+        """Yield the bytes of the next slice, or of a tensor that does not pass through the ring."""
         if (path, offset) not in self._lazy:
             yield self.captured.memory(path).bytes_of(path)[offset : offset + size_bytes].cpu().numpy().data
             return
@@ -194,7 +194,7 @@ class Snapshot:
                 chunk.ready()
                 yield chunk.data.numpy().data
             finally:
-                # Only after the reader has used it: the copying thread overwrites this memory next.
+                # Only after the reader has used the chunk: the copying thread may overwrite its memory next.
                 self._pool.give_back()
             offset += len(chunk.data)
 
@@ -215,7 +215,7 @@ class Snapshot:
             self._pool.give_back()
 
     def _next(self) -> _Chunk | None:
-        """Return the next chunk; None, every time, once there are no more."""
+        """Return the next chunk; always None once there are no more."""
         chunk = None if self._is_over else self._chunks.get()
         self._is_over = chunk is None
         return chunk
@@ -239,7 +239,7 @@ class Copier:
         """Order the next copies after the work that the engine has begun."""
 
     def begin(self, target: "torch.Tensor", source: "torch.Tensor") -> Callable[[], None]:
-        """Start to copy *source* to *target*; return a function that waits for the end."""
+        """Start to copy *source* to *target*; return a function that waits until the copy is done."""
         target.copy_(source)
         return lambda: None
 
@@ -248,7 +248,7 @@ class Copier:
 
 
 class CudaCopier(Copier):
-    """Copies on its own stream, after the work that the engine had begun at the save."""
+    """Copies on its own stream, after the work that the engine had queued when the save began."""
 
     def __init__(self, device: "torch.device") -> None:
         import torch

@@ -16,7 +16,7 @@ class Worker(Generic[Item]):
     def __init__(self, name: str, work: Callable[[Item], None]) -> None:
         self._work = work
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        # A daemon thread does not keep a process alive that exits without closing its saver.
+        # A daemon thread: a process that exits without closing its saver must not be kept alive.
         self._thread = threading.Thread(target=self._run, name=f"layerstore-{name}", daemon=True)
         start(self._thread)
 

@@ -1,8 +1,8 @@
 """
 Recipes: a YAML file that says which step each layer comes from, in our own grammar or in LLMTailor's.
 
-This room turns text into a checked plan. The caller finds out which commits exist (`Spot.located` makes its errors
-begin with the place in the recipe).
+This package turns text into a checked plan. The caller finds out which commits exist, and `Spot.located` makes the
+caller's errors begin with the position in the recipe.
 """
 
 from layerstore.policy.recipe import llmtailor, own
@@ -33,10 +33,10 @@ _HINT = "begin with base: and layers:, or with LLMTailor's slices:"
 
 def parse_recipe(text: str, *, name: str) -> Recipe:
     """
-    Parse the recipe *text* in the grammar of its top-level keys; *name* is what errors call the file.
+    Parse the recipe *text* in the grammar of its top-level keys; *name* is the file's name in errors.
 
     Raises:
-        InvalidInput: It is not a recipe; the message begins with file, line and column.
+        InvalidInput: *text* is not a recipe; the message begins with file, line and column.
     """
     document = read_document(text, name=name)
     if not isinstance(document, MapNode):

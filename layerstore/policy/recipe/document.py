@@ -1,11 +1,11 @@
 """
-Read YAML as plain nodes that know their place in the file, and check the type of each.
+Read YAML as plain nodes that know their position in the file, and check the type of each node.
 
-It uses only the library's parser, never its constructors: every value stays the text that was written, so ``on``,
-``0100`` or ``1:30`` cannot turn into something else. It refuses tags, several documents, repeated keys, keys that are
+We use only the library's parser, never its constructors: every value stays the text that was written, so ``on``,
+``0100`` or ``1:30`` cannot turn into something else. We refuse tags, several documents, repeated keys, keys that are
 not text, and aliases of lists or mappings (which could refer to themselves, or expand without end).
-It reads events, because in the nodes of ``yaml.compose`` an alias has the place of its anchor, and a tag that was
-written looks like one that the library guessed.
+We read events, not the nodes of ``yaml.compose``: there, an alias has the position of its anchor, and a tag that the
+user wrote looks like a tag that the library guessed.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.limits import RECIPE_BYTES_MAX, RECIPE_DEPTH_MAX
 from layerstore.nearest import did_you_mean, nearest
 
-# A word of the parser's message -> our hint.
+# From a word in the parser's message to our hint; the first match is used.
 _QUOTING = {
     "'@'": 'quote what begins with @: "@1100"; a bare step needs no @',
     "alias": 'quote a pattern that begins with *: "*norm"',
@@ -34,12 +34,12 @@ _OCTAL = re.compile(r"-?0[0-9_]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A place in a recipe."""
+    """A position in a recipe."""
 
     file: str
-    """As the user named it."""
+    """The file's path as the user gave it."""
     line: int
-    """Counted from 1; 0 if *file* names something else."""
+    """Counted from 1; 0 if *file* is not a file's path."""
     column: int
     """Counted from 1, in characters."""
 
@@ -47,12 +47,12 @@ class Spot:
         return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
 
     def error(self, message: str, *, hint: str) -> InvalidInput:
-        """Return an error about this place."""
+        """Return an error about this position."""
         return InvalidInput(f"{self}: {message}", hint=hint, file=self.file, line=self.line, column=self.column)
 
     @contextlib.contextmanager
     def located(self) -> Iterator[None]:
-        """Make our errors in this block begin with this place; class, hint and facts stay the same."""
+        """Make our errors in this block begin with this position; class, hint and facts stay the same."""
         try:
             yield
         except LayerstoreError as problem:
@@ -66,7 +66,7 @@ class Scalar:
 
     text: str
     is_null: bool
-    """Whether it is a plain ``null``, ``~`` or nothing at all."""
+    """Whether the value is a plain ``null`` or ``~``, or empty."""
     spot: Spot
 
 
@@ -86,12 +86,12 @@ class MapNode:
     spot: Spot
 
     def get(self, key: str) -> "Node | None":
-        """Return the value of *key*; None if it is absent or null."""
+        """Return the value of *key*; None if the key is absent or the value null."""
         node = next((value for name, value in self.entries if name.text == key), None)
         return None if isinstance(node, Scalar) and node.is_null else node
 
     def key_spot(self, key: str) -> Spot:
-        """Return the place of *key*, or of the mapping if it lacks the key."""
+        """Return the position of *key* or, if the key is absent, of the mapping."""
         return next((name.spot for name, _ in self.entries if name.text == key), self.spot)
 
 
@@ -103,7 +103,7 @@ def read_text(content: bytes, *, name: str) -> str:
     Decode the bytes of a recipe.
 
     Raises:
-        InvalidInput: It is not UTF-8, or too large.
+        InvalidInput: *content* is not UTF-8, or too large.
     """
     _check_size(len(content), name=name)
     try:
@@ -117,15 +117,15 @@ def read_text(content: bytes, *, name: str) -> str:
 
 def read_document(text: str, *, name: str) -> Node:
     """
-    Return the one document in *text*; *name* is what errors call the file.
+    Return the only document in *text*; *name* is the file's name in errors.
 
     Raises:
-        InvalidInput: It is not YAML, or uses a YAML feature that recipes may not; states line and column.
+        InvalidInput: *text* is not YAML, or uses a YAML feature not allowed in recipes; states line and column.
     """
     _check_size(len(text.encode(errors="surrogatepass")), name=name)
     if yaml.__with_libyaml__:
-        # The C parser is ten times as fast. If it refuses the text, the Python parser rereads it, so all messages and
-        # places come from the latter.
+        # The C parser is ten times as fast. If it refuses the text, the Python parser rereads the text, so that all
+        # messages and positions come from the Python parser.
         with contextlib.suppress(ValueError, yaml.YAMLError):
             return _DocumentReader(text, name=name, parser=yaml.CSafeLoader).document()
     return _DocumentReader(text, name=name, parser=yaml.SafeLoader).document()
@@ -207,7 +207,7 @@ class _DocumentReader:
             if event.anchor is not None:
                 self._scalars[event.anchor] = scalar
             return scalar
-        self._scalars.pop(event.anchor, None)  # from here on, an anchor of that name means this node
+        self._scalars.pop(event.anchor, None)  # from this node on, an alias of that name refers to the node
         if isinstance(event, yaml.SequenceStartEvent):
             items = tuple(self._node(item, depth=depth + 1) for item in self._until(yaml.SequenceEndEvent))
             return ListNode(items=items, spot=spot)
@@ -236,7 +236,7 @@ class _DocumentReader:
 
 
 def as_map(node: Node, *, what: str, keys: Collection[str]) -> MapNode:
-    """Return *node*, a mapping with no keys but *keys*."""
+    """Return *node*; raise InvalidInput unless it is a mapping without keys other than *keys*."""
     if not isinstance(node, MapNode):
         raise _unlike(node, what=what, expected=f"a mapping with {', '.join(keys)}")
     for key, _ in node.entries:
@@ -248,21 +248,21 @@ def as_map(node: Node, *, what: str, keys: Collection[str]) -> MapNode:
 
 
 def as_list(node: Node, *, what: str) -> ListNode:
-    """Return *node*, a list."""
+    """Return *node*; raise InvalidInput unless it is a list."""
     if not isinstance(node, ListNode):
         raise _unlike(node, what=what, expected="a list")
     return node
 
 
 def as_scalar(node: Node, *, what: str) -> Scalar:
-    """Return *node*, a single value that is not empty."""
+    """Return *node*; raise InvalidInput unless it is a single value that is not empty."""
     if not isinstance(node, Scalar) or node.is_null or not node.text.strip():
         raise _unlike(node, what=what, expected="a single value")
     return node
 
 
 def as_integer(node: Node, *, what: str) -> int:
-    """Return *node*, a whole number in decimal."""
+    """Return the value of *node*; raise InvalidInput unless it is a whole number in decimal."""
     value = as_scalar(node, what=what)
     if _OCTAL.fullmatch(value.text):
         raise value.spot.error(f"{what} is {value.text!r}, which YAML may read as octal", hint="drop the leading zeros")
@@ -274,7 +274,7 @@ def as_integer(node: Node, *, what: str) -> int:
 
 
 def required(node: MapNode, key: str, *, what: str) -> Node:
-    """Return the value of *key*, which must be there."""
+    """Return the value of *key*; raise InvalidInput if it is missing."""
     value = node.get(key)
     if value is None:
         raise node.key_spot(key).error(f"{what} needs a value for {key!r}", hint=f"add {key}:")

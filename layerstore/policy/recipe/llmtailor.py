@@ -39,7 +39,7 @@ _RANGE_HINT = "[a, b] means blocks a to b-1, counted from 0; [g, g] means an aux
 
 
 def read_llmtailor(document: MapNode, *, name: str) -> LLMTailorRecipe:
-    """Read the recipe *document*; *name* is what errors call the file."""
+    """Read the recipe *document*; *name* is the file's name in errors."""
     as_map(document, what="the recipe", keys=KEYS)
     _check_frame(document)
     notes = [*_parameters(document), *_inert(document, _INERT)]
@@ -135,7 +135,7 @@ def _inert(node: MapNode, keys: Iterable[str]) -> list[str]:
 
 
 def _check_tokenizer(document: MapNode) -> None:
-    """Refuse a tokenizer that would need new embeddings; any other means the base's tokenizer."""
+    """Refuse a tokenizer that would need new embeddings; with any other, the base's tokenizer is used."""
     if (tokenizer := document.get("tokenizer")) is not None:
         inner = as_map(tokenizer, what="tokenizer", keys=("source", "tokens", "pad_to_multiple_of"))
         for key in ("tokens", "pad_to_multiple_of"):
@@ -162,7 +162,7 @@ def _weight(node: Node, key: str) -> WeightEntry:
 
 
 def _checkpoint(node: Node, *, what: str) -> Choice:
-    """Read ``path``, ``{model: path}`` or ``{model: {path: path}}``; only the last may have an ``@`` or ``+``."""
+    """Read ``path``, ``{model: path}`` or ``{model: {path: path}}``; only in the last form may paths have @ or +."""
     if isinstance(node, MapNode):
         node = _only(node, "model", ("lora", "override_architecture"), what=what)
         if isinstance(node, MapNode):

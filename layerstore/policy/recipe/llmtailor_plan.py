@@ -1,13 +1,13 @@
 """
 Interpret an LLMTailor recipe for a model, with every check that needs the model.
 
-Our layers are whole: weights, master and optimizer state travel together. LLMTailor takes the weights of auxiliary
-layers from ``pre_weights`` and ``post_weights``, or by default from its first or last slice, and their optimizer state
-from the slices with empty ranges. Here, those slices decide; any listed weights must agree, and a note says where a
-default would have differed.
+Our layers are whole: a layer's weights, master and optimizer state come from the same step. LLMTailor takes the weights
+of auxiliary layers from ``pre_weights`` and ``post_weights``, or by default from its first or last slice, and their
+optimizer state from the slices with empty ranges. For us, the slices with empty ranges decide; any listed weights must
+agree with them, and a note lists layers for which LLMTailor's default differs.
 
 In LLMTailor's group ids, 0 is the norm, 1 to L are the blocks, then come the head and the embedding; tied models have
-no head. There they are positions in an optimizer; here they stand for layers, found by name and order in the model.
+no head. For LLMTailor, ids are positions in an optimizer; for us, layers, found by name and order in the model.
 """
 
 import re
@@ -32,11 +32,11 @@ class LayerRange:
     start: int
     stop: int
     spot: Spot
-    """The place of the range."""
+    """The position of the range."""
 
     @property
     def is_group(self) -> bool:
-        """Whether it means an auxiliary layer by its group id."""
+        """Whether it selects an auxiliary layer by its group id."""
         return self.start == self.stop
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class WeightEntry:
     name: str
     checkpoint: Choice
     spot: Spot
-    """The place of the name."""
+    """The position of the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,9 @@ class LayerGroups:
     """The layers of a model, by the role that LLMTailor's group ids give them."""
 
     blocks: tuple[str, ...]
-    """By index."""
+    """The blocks, by index."""
     norm: str
-    """The last norm, outside the blocks."""
+    """The final norm, outside the blocks."""
     head: str | None
     """The output layer; None if it is tied to the embedding."""
     embedding: str
@@ -86,9 +86,9 @@ class LLMTailorRecipe:
     """A recipe in LLMTailor's grammar, not yet matched with a model."""
 
     name: str
-    """What errors call the file."""
+    """The file's name in errors."""
     base: Choice
-    """``base_model``, else the newest step of the recipe."""
+    """``base_model`` or, without one, the newest step in the recipe."""
     run_hint: str | None
     """The run name that ``ingest`` would have given to the recipe's folders."""
     slices: tuple[LayerRange, ...]
@@ -96,7 +96,7 @@ class LLMTailorRecipe:
     pre_weights: WeightList
     post_weights: WeightList
     spot: Spot
-    """The place of ``slices``."""
+    """The position of ``slices``."""
     notes: tuple[str, ...]
     grammar: str = "llmtailor"
 
@@ -118,8 +118,8 @@ class LLMTailorRecipe:
             first = chosen.setdefault(layer, entry.checkpoint)
             if entry.checkpoint.step != first.step:
                 raise entry.spot.error(
-                    f"the weights of {layer} are to come from step {entry.checkpoint.step}, "
-                    f"the rest of it from step {first.step} ({first.spot})",
+                    f"the weights of {layer} come from step {entry.checkpoint.step}, "
+                    f"but the rest of the layer from step {first.step} ({first.spot})",
                     hint="take both from one checkpoint: a layer is whole",
                 )
         notes = [*self.notes, *_notes_of_defaults(self, groups, decided, named)]
@@ -136,7 +136,7 @@ class LLMTailorRecipe:
 
 def groups_of(model: ModelOutline) -> LayerGroups:
     """
-    Find the layers that group ids stand for, by names and order.
+    Find the layers that group ids stand for, by the layers' names and order.
 
     Raises:
         InvalidInput: The model has several stacks of blocks, or auxiliary layers whose role is ambiguous.
@@ -168,7 +168,7 @@ def groups_of(model: ModelOutline) -> LayerGroups:
 
 
 def _embeddings(before: list[str]) -> list[str]:
-    """Return candidates for an untied model's embedding; positions, norms and projectors may be there too."""
+    """Return candidates for an untied model's embedding; *before* may also hold positions, norms and projectors."""
     others = [name for name in before if name not in norms(before)]
     named = [name for name in others if _EMBEDDING.search(name) and not _OTHER_EMBEDDING.search(name)]
     return others if len(others) == 1 else named or others
@@ -185,7 +185,7 @@ def _one(candidates: list[str], *, what: str) -> str:
 
 
 def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, Choice]:
-    """Return where each block comes from; the ranges must cover all of them once, in order."""
+    """Return where each block comes from; the ranges must cover every block once, in order."""
     blocks = groups.blocks
     choices: list[Choice] = []
     spot = recipe.spot
@@ -214,7 +214,7 @@ def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, Choice]:
 
 
 def _auxiliary(recipe: LLMTailorRecipe, groups: LayerGroups, frozen: set[str]) -> dict[str, Choice]:
-    """Return where each auxiliary layer comes from, by the slices that copy its optimizer state."""
+    """Return where each auxiliary layer comes from, which the slice that copies its optimizer state decides."""
     auxiliary = groups.auxiliary
     owner: dict[str, LayerRange] = {}
     for part in recipe.slices:
@@ -255,7 +255,7 @@ def _owner(entry: WeightEntry, groups: LayerGroups, model: ModelOutline) -> str:
     if name in ties:
         raise entry.spot.error(
             f"{entry.name!r} is tied: it is the same memory as the weights of {ties[name]}",
-            hint=f"remove this entry; {ties[name]} brings it along",
+            hint=f"remove this entry; the tensor comes with {ties[name]}",
         )
     if name not in owners:
         raise entry.spot.error(
@@ -269,10 +269,10 @@ def _notes_of_defaults(
     recipe: LLMTailorRecipe, groups: LayerGroups, decided: dict[str, Choice], named: set[str]
 ) -> list[str]:
     """
-    Note layers whose weights LLMTailor's default would take from a step other than their slice's.
+    Return a note on each layer whose weights LLMTailor's default would take from a step other than its slice's.
 
     Raises:
-        InvalidInput: A list is given, which replaces the default, but it leaves out a layer of its side.
+        InvalidInput: A list of weights, which replaces the default, leaves out a layer of its side.
     """
     notes = []
     output_side = [groups.norm, *([] if groups.head is None else [groups.head])]

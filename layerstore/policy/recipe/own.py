@@ -1,8 +1,8 @@
 """
 Our own grammar: ``base``, ``layers`` and ``rest``.
 
-Every layer is named exactly once: it is an error if two entries fit one layer, or if no entry fits a layer, unless
-``rest`` says where such layers come from. So the order of entries does not matter.
+Every layer fits exactly one entry: two entries that fit one layer are an error, and so is a layer that no entry fits,
+unless ``rest`` says where such layers come from. So the order of entries does not matter.
 """
 
 import re
@@ -23,13 +23,13 @@ class OwnRecipe:
     """A recipe in our own grammar, not yet matched with a model."""
 
     name: str
-    """What errors call the file."""
+    """The file's name in errors."""
     base: Choice
     entries: tuple[tuple[Pattern, Choice], ...]
     rest: Choice | None
-    """Where layers that no entry fits come from; None if there must be none."""
+    """Where layers that no entry fits come from; None if such layers are an error."""
     spot: Spot
-    """The place of ``layers``."""
+    """The position of ``layers``."""
     grammar: str = "layerstore"
     run_hint: str | None = None
 
@@ -60,12 +60,12 @@ def _check_not_doubled(pattern: Pattern, before: dict[str, Pattern]) -> None:
         first = next(iter(before.values()))
         raise pattern.spot.error(
             f"{listed(before)}: {pattern.text!r} overlaps {first.text!r} in line {first.spot.line}",
-            hint="let one entry fit each layer; 'rest:' takes what is left",
+            hint="let only one entry fit each layer; 'rest:' covers the remaining layers",
         )
 
 
 def read_own(document: MapNode, *, name: str) -> OwnRecipe:
-    """Read the recipe *document*; *name* is what errors call the file."""
+    """Read the recipe *document*; *name* is the file's name in errors."""
     as_map(document, what="the recipe", keys=KEYS)
     base = _choice(required(document, "base", what="the recipe"), what="base")
     if base.is_base:

@@ -1,7 +1,7 @@
 """
-Patterns of layer names, read from recipes and used in messages for lists of layers.
+Patterns of layer names, which recipes contain, and which shorten lists of layers in messages.
 
-``*`` stands for any text, ``?`` for one character, and ``[…]`` for one whole number:
+``*`` matches any text, ``?`` one character, and ``[…]`` one whole number:
 ``[0-3]``, ``[0-3,8]``, ``[28-]`` (to the end), ``[even]``, ``[odd]``. Unlike in a shell, ``[10-20]`` is 10 to 20.
 """
 
@@ -36,12 +36,12 @@ class _Indices:
 
 
 _Token = str | _Indices
-"""A set of numbers, ``*``, ``?``, or any other text, which stands for itself."""
+"""A set of numbers, ``*``, ``?``, or any other text, which matches literally."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """The layers that an entry means."""
+    """The layers that an entry is for."""
 
     text: str
     tokens: tuple[_Token, ...]
@@ -52,7 +52,7 @@ class Pattern:
         Return those of *names* that the pattern fits.
 
         Raises:
-            InvalidInput: It fits none, or none with one of the numbers in brackets.
+            InvalidInput: The pattern fits no name, or no name with one of the numbers in brackets.
         """
         known = list(names)
         if self.tokens == (self.text,) and self.text not in {_ANY, _ONE}:
@@ -98,7 +98,7 @@ def read_pattern(key: Scalar) -> Pattern:
 
 
 def pattern_of(text: str, *, name: str) -> Pattern:
-    """Parse the pattern *text*, which errors call *name*: it is in no file."""
+    """Parse the pattern *text*, which does not come from a file; errors give *name* as its origin."""
     return read_pattern(Scalar(text=text, is_null=False, spot=Spot(file=name, line=0, column=0)))
 
 
@@ -124,8 +124,8 @@ def _indices(text: str, key: Scalar) -> _Indices:
 
 
 def _fits(tokens: Iterable[_Token], name: str) -> bool:
-    # Track all places that the tokens so far can lead to: without backtracking, time is bounded by the pattern's length
-    # times the name's.
+    # Track all positions in the name that the tokens so far can lead to. Without backtracking, the time is bounded by
+    # the pattern's length times the name's length.
     places = {0}
     for token in tokens:
         if not places:
@@ -195,9 +195,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def near(name: str, names: Iterable[str], *, what: str) -> str:
-    """Return a hint for *name*: those of *names* that resemble it, else all of them."""
+    """Return a hint for *name*: those of *names* that resemble it or, if none does, all of them."""
     known = list(names)
-    # The index of a block hides how similar the rest is, so compare both spellings.
+    # A block's index makes similar names look different, so compare spellings with and without it.
     plain = {spelling: shown for shown in gathered(known) for spelling in (shown, shown.partition("[")[0])}
     close = dict.fromkeys(plain[spelling] for spelling in nearest(name, plain))
     return did_you_mean(close, else_="" if close else f"{what}: {listed(known)}")

@@ -1,4 +1,4 @@
-"""The model outline that a recipe is planned for, and the plan: plain values that know nothing of the disk."""
+"""The outline of the model that a recipe is planned for, and the plan: plain values without access to the disk."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class OutlineLayer:
     name: str
     parameters: tuple[str, ...]
     ties: tuple[str, ...]
-    """Names under which other layers use its parameters, such as a tied ``lm_head.weight``."""
+    """Names under which other layers use this layer's parameters, such as a tied ``lm_head.weight``."""
     frozen: bool
-    """Whether nothing in it is trained."""
+    """Whether no parameter of the layer is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def outline_of(version: LayerVersion) -> OutlineLayer:
     return OutlineLayer(
         name=version.layer,
         parameters=tuple(parameter.name for parameter in parameters),
-        # Not compared with the layer's name, which may come from a user's pattern.
+        # Both sides use `layer_of`: the layer's own name may come from a user's pattern.
         ties=tuple(
             alias
             for parameter in parameters
@@ -62,16 +62,16 @@ class Choice:
     """
     A run or a pin.
 
-    None means the base's own run and attempt; for the base itself, the run that the user names.
+    None stands for the base's own run and attempt; for the base itself, the run that the user gives.
     """
     back: int = 0
-    """How many attempts before the run's newest."""
+    """How many attempts before the run's newest attempt."""
     step: int | None
-    """None means the newest; with no run either, the base's own version of the layer."""
+    """None stands for the newest step; if *run* is None, too, for the base's own version of the layer."""
     path: str | None = None
-    """The checkpoint's folder, if the recipe names one: what to ingest if the store lacks the step."""
+    """The checkpoint's folder, if the recipe gives one: the folder to ingest if the store lacks the step."""
     spot: Spot
-    """Where the recipe says so."""
+    """The position of the choice in the recipe."""
 
     @property
     def is_base(self) -> bool:
@@ -80,7 +80,7 @@ class Choice:
 
     def reference(self, *, run: str, back: int = 0) -> str:
         """
-        Return the choice as a reference; *run* and *back*, the base's, fill in what the recipe leaves open.
+        Return the choice as a reference; *run* and *back*, those of the base, are used if the recipe gives no run.
 
         >>> spot = Spot(file="r.yaml", line=3, column=5)
         >>> Choice(run=None, step=1100, spot=spot).reference(run="sft", back=1)
@@ -97,11 +97,11 @@ class RecipePlan:
     """A recipe that fits its model: one choice for every layer."""
 
     base: Choice
-    """Supplies all that is not a layer: config, tokenizer, scheduler, counters."""
+    """Supplies everything that is not a layer: config, tokenizer, scheduler, counters."""
     layers: Mapping[str, Choice]
-    """In the model's order."""
+    """Where each layer comes from, in the model's order."""
     notes: tuple[str, ...]
-    """For the user: settings without effect here, and defaults that were used."""
+    """Notes for the user: settings without effect on a composite, and defaults that were used."""
 
 
 def notes_of_later_layers(base: Choice, layers: Mapping[str, Choice]) -> list[str]:

@@ -116,12 +116,12 @@ def is_unsupported(name: str) -> bool:
 
 
 def module_and_name(dotted_name: str) -> tuple[str, str]:
-    """Split *dotted_name* as a pickle spells it."""
+    """Split *dotted_name* into module and name, as a pickle spells them."""
     module, _, name = dotted_name.rpartition(".")
     return module, name
 
 
-# -- the tree that it may describe ---------------------------------------------------------------------------------
+# -- the tree that a pickle may describe ---------------------------------------------------------------------------
 
 _Path: TypeAlias = "tuple[_Path, object] | None"
 """A key path as a chain from the leaf up; only reported paths are rendered."""
@@ -141,7 +141,7 @@ class Unreadable:
     """Stands in for a part of a tree that cannot be represented, so that errors can name its key path."""
 
     what: str
-    """For people."""
+    """A description for the user."""
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ def check_tree(root: object, *, expanded_bytes_max: int = PICKLE_EXPANDED_BYTES_
     Walk *root* once; report its globals and the parts that cannot be represented.
 
     Raises:
-        MalformedPickleError: It contains itself, is nested too deeply or too large once expanded.
+        MalformedPickleError: *root* contains itself, is nested too deeply or is too large once expanded.
     """
     walk = _Walk()
     _, size_bytes = walk.measure(root, None, 0)
@@ -177,7 +177,7 @@ def check_key(key: object) -> None:
     Raise unless *key* may be the key of a dict or an element of a set; call it before hashing *key*.
 
     Raises:
-        MalformedPickleError: It is mutable, or a deeply nested tuple.
+        MalformedPickleError: *key* is mutable, or a deeply nested tuple.
     """
     if type(key) not in _PLAIN_KEYS:
         _check_composed_key(key, 0)
@@ -274,7 +274,7 @@ _CONTAINERS = frozenset({list, tuple, dict, set, OrderedMap, Size, Tensor, Inert
 
 
 def _children(node: object) -> Iterator[tuple[object, object]]:
-    """Yield the parts of *node*, each with its step in the key path; None if the path stays the same."""
+    """Yield the parts of *node*, each after its step in the key path; the step is None if the path does not change."""
     match node:
         case dict():
             yield from _dict_children(node)

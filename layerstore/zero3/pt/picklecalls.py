@@ -16,7 +16,7 @@ from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, T
 from layerstore.zero3.pt import allowlist as names
 from layerstore.zero3.pt.allowlist import MalformedPickleError, Unreadable, check_key, view_end
 
-# Early releases of Python 3.11 (including 3.11.2) pickle an enum by member name, all others by value.
+# Early releases of Python 3.11 (including 3.11.2) pickle an enum by member name, all other releases by value.
 _MEMBERS = {
     names.ZERO_STAGE: {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
     names.MEMORY_FORMAT: {"TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2},
@@ -32,7 +32,7 @@ class DamagedPickleError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StorageReference(Unreadable):
-    """A storage as the pickle names it. Without a tensor it cannot be represented."""
+    """A pickle's reference to a storage. Outside a tensor, a storage cannot be represented."""
 
     key: str = ""
     """The record ``data/KEY``."""
@@ -40,7 +40,7 @@ class StorageReference(Unreadable):
     """Dotted name; gives the element type unless untyped."""
     device: str = ""
     elements: int = 0
-    """Length; bytes if untyped."""
+    """The number of elements; of bytes if untyped."""
 
 
 class Calls:
@@ -135,7 +135,7 @@ class Calls:
         raise DamagedPickleError("a tensor's offset, shape or stride is malformed")
 
     def _storage(self, reference: StorageReference, dtype: DType) -> Storage | Unreadable:
-        """Return the storage that *reference* names, checked against its record; the same object every time."""
+        """Return the storage that *reference* refers to, checked against its record; one object for each key."""
         key = reference.key
         known = self.storages.get(key)
         if known is not None:
@@ -177,7 +177,7 @@ def _value(name: str, arguments: tuple[object, ...]) -> object:  # noqa: PLR0911
                 raise MalformedPickleError("it has bytes that are not latin-1 text") from exc
         case names.GETATTR, (Global(kind), str(member)) if member in _MEMBERS.get(kind, ()):
             return Inert(name=kind, arguments=(_MEMBERS[kind][member],))
-    raise MalformedPickleError(f"it calls {name} with other arguments than torch.save writes")
+    raise MalformedPickleError(f"it calls {name} with arguments that torch.save does not write")
 
 
 def _checked(tensor: Tensor, reference: StorageReference) -> Tensor | Unreadable:
@@ -187,7 +187,7 @@ def _checked(tensor: Tensor, reference: StorageReference) -> Tensor | Unreadable
         raise DamagedPickleError(f"a tensor needs {end} elements of data/{reference.key}, which has {available}")
     size_bytes = elements * by_code(tensor.storage.dtype).bytes
     if elements > available and size_bytes > TENSOR_REPEATED_BYTES_MAX:
-        return Unreadable(f"an expanded tensor of {elements} elements over {available}")
+        return Unreadable(f"an expanded tensor of {elements} elements over {available} stored ones")
     return tensor
 
 

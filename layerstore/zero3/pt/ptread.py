@@ -1,8 +1,8 @@
 """
 Read a ``.pt`` file as a tree and the positions of its tensors' bytes. No torch is imported.
 
-It takes milliseconds: the pickle becomes an inert tree, and each storage holds the position of its bytes, which are not
-read here. The format is one zip archive, as ``torch.save`` makes it.
+Reading takes milliseconds: the pickle becomes an inert tree, and each storage holds the position of its bytes, which
+are not read. The format is one zip archive, as ``torch.save`` makes it.
 """
 
 from collections.abc import Mapping
@@ -42,8 +42,8 @@ def read_pt(path: Path, pickles: Pickles | None = None) -> PtFile:
 
     Raises:
         SourceCheckpoint: The file is missing, truncated, damaged, of another format, or untrusted.
-        Unsupported: It has a tensor of an unsupported kind or element type, or big-endian bytes.
-        StorageIO: The disk refused.
+        Unsupported: The file has a tensor of an unsupported kind or element type, or big-endian bytes.
+        StorageIO: The disk could not be read.
     """
     with open_source(path) as source:
         return read_section(source, 0, source.size_bytes, pickles)
@@ -66,7 +66,7 @@ def read_section(source: OpenedSource, begin: int, size_bytes: int, pickles: Pic
 
 def _check_byte_order(source: OpenedSource, entries: Mapping[str, Located]) -> None:
     if BYTE_ORDER not in entries:
-        return  # files older than torch 2.1 have none, and torch reads them as little-endian
+        return  # files from before torch 2.1 lack this record; torch reads them as little-endian
     order = _read_record(source, entries, BYTE_ORDER)
     if order == b"big":
         raise Unsupported(f"{source.path}: its tensors are big-endian", path=str(source.path))

@@ -48,9 +48,9 @@ _STOP = b"."
 
 def write_pickle(tree: Tree, *, protocol: int = 2) -> tuple[bytes, tuple[Storage, ...]]:
     """
-    Return *tree* as a pickle, and the storages that it names: the first is in ``data/0``.
+    Return *tree* as a pickle, and the storages that it refers to: ``data/0``, ``data/1`` and so on.
 
-    A higher *protocol* knows all opcodes of the lower ones.
+    *protocol* changes only the header, since each protocol includes the opcodes of the lower ones.
 
     Raises:
         InvalidInput: The tree contains itself, or a part that cannot be written; the message states the key path.
@@ -62,7 +62,7 @@ def write_pickle(tree: Tree, *, protocol: int = 2) -> tuple[bytes, tuple[Storage
 
 
 class WrittenPickles:
-    """Writes trees; copies of a recent tree, such as those of a save's other ranks, reuse its pickle."""
+    """Writes trees; a tree that equals a recent one, such as another rank's, reuses its pickle."""
 
     def __init__(self) -> None:
         self._latest: list[tuple[Template, bytes]] = []
@@ -159,14 +159,14 @@ class _Writer:
         elif _INT32_MIN <= value <= _INT32_MAX:
             self._emit(b"J", value.to_bytes(4, "little", signed=True))
         else:
-            # One bit more than the number has, for its sign.
+            # One extra bit, for the sign.
             raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             head = b"\x8a" + bytes([len(raw)]) if len(raw) <= _UINT8_MAX else b"\x8b" + struct.pack("<i", len(raw))
             self._emit(head, raw)
 
     def _text(self, text: str) -> None:
         if not self._recall(text):
-            # As Python's pickle: a text may have lone surrogates, such as a file name that is not UTF-8.
+            # As Python's pickle does: a file name that is not UTF-8 has lone surrogates.
             raw = text.encode("utf-8", "surrogatepass")
             self._emit(b"X", struct.pack("<I", len(raw)), raw)
             self._memorise(text)
@@ -265,7 +265,7 @@ class _Writer:
 
 
 def _view(item: Tensor) -> "tuple[str, tuple[Any, ...]]":
-    """Return the function that rebuilds a plain tensor, and its arguments; a storage is among them."""
+    """Return the function that rebuilds a plain tensor, and its arguments, which include the storage."""
     dtype = by_code(item.storage.dtype)
     if view_end(item) > item.storage.elements:
         raise InvalidInput(f"a tensor of shape {tuple(item.shape)} reaches beyond its storage")

@@ -2,7 +2,7 @@
 Read the pickle inside a ``.pt`` file as an inert tree. Nothing is imported, looked up or called.
 
 This is a small stack machine with one handler for each opcode that ``torch.save`` emits with protocol 2; it refuses
-every other opcode. A distributed checkpoint's ``.metadata`` (protocol 4) needs four more. Globals become names,
+every other opcode. A distributed checkpoint's ``.metadata`` (protocol 4) adds four opcodes. Globals become names,
 calls become nodes (`layerstore.zero3.pt.picklecalls`). Every count is bounded before memory is spent on it. Neither
 ``pickle`` nor ``pickletools``, which imports it, is used.
 """
@@ -84,12 +84,12 @@ def read_pickle(
     """
     Return the tree that *payload* describes, and every storage that its tensors view, in order of first use.
 
-    *records* holds the archive's storages by key, and *path* names the file in errors; *form* says who wrote it.
+    *records* holds the archive's storages by key; *path* is the file to name in errors; *form* describes its writer.
     A global in *allowed_globals* becomes an inert object, unless the allow-list treats it otherwise.
 
     Raises:
-        SourceCheckpoint: It is damaged, or untrusted; the message lists all unknown globals with their key paths.
-        Unsupported: It has a tensor of an unsupported kind or element type.
+        SourceCheckpoint: The pickle is damaged, or untrusted; the message lists unknown globals with their key paths.
+        Unsupported: The pickle has a tensor of an unsupported kind or element type.
     """
     tree, storages = _read(payload, path, records, allowed_globals, form)
     return tree, tuple(storages.values())
@@ -107,7 +107,7 @@ class Pickles:
         """Return and raise what `read_pickle` does."""
         sizes = {key: located.size_bytes for key, located in records.items()}
         template, storages, wanted = self._known.get(digest(payload), (None, {}, {}))
-        # Another file's records can serve as these storages if their sizes match.
+        # A known tree fits another file only if the file's records have the sizes of the tree's storages.
         if template is None or not wanted.items() <= sizes.items():
             tree, storages = _read(payload, path, records, self._allowed_globals)
             wanted = {key: sizes[key] for key in storages}
@@ -193,7 +193,7 @@ class _Machine:
         if len(self._payload) > form.bytes_max:
             raise MalformedPickleError(f"it has {len(self._payload)} bytes, more than {form.bytes_max}")
         if self._payload[:2] != bytes([0x80, form.protocol]):
-            raise MalformedPickleError(f"it is not of protocol {form.protocol}, the default of {form.writer}")
+            raise MalformedPickleError(f"its protocol is not {form.protocol}, the default of {form.writer}")
         self._position = 2
         handlers = _HANDLERS if form.protocol == OF_TORCH_SAVE.protocol else _HANDLERS_4
         for _ in range(form.opcodes_max):
@@ -249,7 +249,7 @@ class _Machine:
         return line
 
     def _skip_frame(self, size_bytes: int) -> None:
-        """Skip the length of a frame, which only says how much a reader may fetch at once."""
+        """Skip a frame's length, which only tells a reader how much to fetch at once."""
         if size_bytes > len(self._payload) - self._position:
             raise self._malformed("it ends inside a frame")
 
@@ -291,7 +291,7 @@ class _Machine:
     # Memo
 
     def _put(self, index: int) -> None:
-        # Only objects and their names are memorized, so a real pickle stays below this.
+        # Only objects and their names are memorized, so a real pickle stays below this limit.
         if len(self._memo) > 3 * self._form.objects_max:
             raise MalformedPickleError(f"it memorizes more than {3 * self._form.objects_max} objects")
         self._memo[index] = self._top()
@@ -321,19 +321,19 @@ class _Machine:
             # We made the inert object; its lists are typed for readers.
             cast("list[object]", target.appended).extend(items)
         else:
-            raise self._malformed("elements have no list")
+            raise self._malformed("APPENDS on something that is not a list")
 
     def _set_items(self, items: list[object]) -> None:
         if len(items) % 2:
             raise self._malformed("a key has no value")
         target = self._top()
-        # BUILD completes an object: torch.save adds nothing after it, and we could not write that back.
+        # BUILD completes an object: torch.save adds no entries after it, and we could not write them back.
         if type(target) is dict or (isinstance(target, OrderedMap) and target.attributes is None):
             entries = cast("dict[object, object]", target)
         elif isinstance(target, Inert) and not target.has_state:
             entries = cast("dict[object, object]", target.items)
         else:
-            raise self._malformed("entries have no dict")
+            raise self._malformed("SETITEMS on something that is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if self._form is OF_DCP_METADATA and isinstance(key, Inert) and type(key.state) is dict:
                 key = (key.name, *key.state.items())  # noqa: PLW2901  # a node cannot be a key
@@ -365,7 +365,7 @@ class _Machine:
     def _call(self) -> object:
         arguments, function = self._pop(), self._pop()
         if type(arguments) is not tuple or not isinstance(function, Global):
-            raise self._malformed("a call is not of a global with a tuple of arguments")
+            raise self._malformed("a call is not a global and a tuple of arguments")
         return self.calls.call(function.name, arguments)
 
     def _new(self) -> None:
@@ -387,7 +387,7 @@ class _Machine:
             case Unreadable():
                 pass  # it is reported as unreadable
             case _:
-                raise self._malformed("a state has no object")
+                raise self._malformed("BUILD on something that takes no state")
 
 
 _STOP = ord(".")

@@ -39,7 +39,7 @@ _LOCATOR64 = struct.Struct("<IIQI")
 
 _MAX16 = 0xFFFF
 _MAX32 = 0xFFFFFFFF
-"""A field with all bits set says: look for the 64-bit form."""
+"""All bits set in a field mean that the value is in its 64-bit form."""
 
 _ZIP64_TAG = 0x0001
 _FLAG_DESCRIPTOR = 1 << 3
@@ -90,13 +90,13 @@ class _Listed:
 
 def read_archive(source: OpenedSource) -> tuple[str, dict[str, Located]]:
     """
-    Return the root folder of all records in *source*, and the position of each record's bytes by its name below that.
+    Return the root folder of *source*, and the position of each record's bytes by the record's name below that folder.
 
-    The whole layout is checked, the CRCs are not. The order is the directory's.
+    The whole layout is checked, the CRCs are not. Records are in the order of the zip directory.
 
     Raises:
-        SourceCheckpoint: It is not a zip, is truncated, or is not something that ``torch.save`` writes.
-        StorageIO: The disk refused.
+        SourceCheckpoint: *source* is not a zip, is truncated, or is not something that ``torch.save`` writes.
+        StorageIO: The disk could not be read.
     """
     _refuse_other_formats(source)
     start, directory, count = _read_directory(source)
@@ -192,7 +192,7 @@ def _parse_central(path: Path, raw: bytes, position: int) -> tuple[_Listed, int]
 
 
 def _widen(path: Path, narrow: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
-    """Replace each saturated 32-bit field by its 64-bit form; the ZIP64 extra field lists those in this order."""
+    """Replace each saturated 32-bit field by its 64-bit form, which the ZIP64 extra field lists in the same order."""
     if _MAX32 not in narrow:
         return narrow
     wide = _find_extra(extra, _ZIP64_TAG)
@@ -215,7 +215,7 @@ def _find_extra(extra: bytes, wanted: int) -> bytes:
 
 
 def _check_names(path: Path, listed: list[_Listed]) -> tuple[str, list[str]]:
-    """Return the root folder and the names below it, which mean the same on every system."""
+    """Return the root folder and the names below it; raises unless they are plain names on every system."""
     roots: dict[str, None] = {}
     names: dict[str, None] = {}
     for item in listed:
@@ -274,7 +274,7 @@ class _Heads:
 
 
 def _locate(heads: _Heads, item: _Listed, name: str) -> Located:
-    """Find the data of *item*, which follows its local header; that has another extra field than the directory."""
+    """Find the data of *item* after its local header, whose extra field differs from the directory's."""
     source = heads.source
     header_end = item.header_offset + _LOCAL_HEADER.size + len(item.raw_name)
     if header_end > source.size_bytes:
@@ -282,11 +282,11 @@ def _locate(heads: _Heads, item: _Listed, name: str) -> Located:
     raw = heads.read_at(item.header_offset, _LOCAL_HEADER.size + len(item.raw_name))
     fields = _LOCAL_HEADER.unpack_from(raw)
     if fields[0] != _LOCAL_MAGIC or fields[9] != len(item.raw_name) or raw[_LOCAL_HEADER.size :] != item.raw_name:
-        raise damaged(source.path, f"the local header of the entry {name!r} is not there")
+        raise damaged(source.path, f"the local header of the entry {name!r} is missing")
     crc32, stored_bytes, size_bytes = fields[6:9]
     # A saturated field refers to the header's own 64-bit field, which no reader of the directory looks at.
     sizes_agree = {stored_bytes, size_bytes} <= {item.size_bytes, _MAX32}
-    # The local numbers are zero if a descriptor follows the data; we do not need it.
+    # The local numbers are zero if a descriptor follows the data; we do not need the descriptor.
     numbers_agree = item.flags & _FLAG_DESCRIPTOR or (crc32 == item.crc32 and sizes_agree)
     if (fields[2], fields[3]) != (item.flags, item.method) or not numbers_agree:
         raise damaged(source.path, f"the two headers of the entry {name!r} contradict each other")
@@ -351,7 +351,7 @@ class ZipLayout:
 
 def layout_archive(records: Sequence[tuple[str, int, int]], *, root: str) -> ZipLayout:
     """
-    Place *records* in the folder *root*, in order; each is a name, a size, and its payload's alignment.
+    Lay out *records* in the folder *root*, in order; a record is a name, a size, and its payload's alignment.
 
     Raises:
         InvalidInput: A name is too long, or there are more records than a reader accepts.

@@ -1,5 +1,5 @@
 """
-The optimizer parameter by parameter, as PyTorch keeps it; DeepSpeed keeps one state for each sub-group.
+The optimizer's state for each parameter, as PyTorch keeps it; DeepSpeed keeps one state for each sub-group.
 """
 
 import struct
@@ -20,7 +20,7 @@ from layerstore.zero3.trees import (
     sub_group_shapes,
 )
 
-# The settings of torch's Adam and AdamW in each group. DeepSpeed's own have fewer, but a reader needs them all.
+# The settings of torch's Adam and AdamW in each group. DeepSpeed's optimizers have fewer, but a reader needs them all.
 _SETTINGS_OF_ADAM: dict[str, Tree] = {
     "amsgrad": False,
     "maximize": False,
@@ -51,7 +51,7 @@ class OptimizerState:
     scalars: Mapping[str, Mapping[str, Tree]]
     """By parameter: its other states, such as the step."""
     torch_settings: Mapping[str, Tree]
-    """The further settings that torch's optimizer of that kind has in each group; DeepSpeed's own have fewer."""
+    """The settings of torch's optimizer of this kind in each group; DeepSpeed's optimizer may lack some."""
     notes: tuple[str, ...]
 
     def alike(self) -> Iterator[tuple[str, Tree, list[str]]]:
@@ -69,9 +69,9 @@ def optimizer_of(
     state: RankState, versions: Sequence[LayerVersion], *, entries: Mapping[str, LayerEntry]
 ) -> OptimizerState:
     """
-    Return the optimizer in *state*, a first rank's under stage 3; *versions* are the versions of all layers.
+    Return the optimizer in *state*, the first rank's under stage 3; *versions* are the versions of all layers.
 
-    Each parameter in *entries* gets the counter of its layer from there, all others the one in *state*.
+    Each parameter in *entries* gets the counter of its entry, all others the counter in *state*.
 
     Raises:
         LayoutMismatch: A layer has no counter of its own.
@@ -92,7 +92,7 @@ def optimizer_of(
             if state_of is not None:
                 of_group = state_of.mapping()
                 scalars |= {name: _scalars(of_group, entries.get(name)) for name in shapes[group]}
-    # From the layers, not from *state*: in a mixture they come from other saves, and may have moments that it lacks.
+    # From the layers, not from *state*: a mixture's layers come from other saves and may have moments it lacks.
     sliced = {name: tuple(sorted(states)) for name, states in _sliced(versions).items()}
     notes = [] if sliced else ["the optimizer has made no step yet: it has no moments"]
     if (
@@ -121,7 +121,7 @@ def _sliced(versions: Iterable[LayerVersion]) -> dict[str, list[str]]:
 
 
 def _scalars(kept: Mapping[Tree, Tree], entry: LayerEntry | None) -> dict[str, Tree]:
-    """Return what a sub-group keeps besides slices; its counter, as torch's tensor, has *entry*'s count if given."""
+    """Return a sub-group's states other than slices; the counter is a tensor, with *entry*'s count if given."""
     scalars: dict[str, Tree] = {}
     for key, value in kept.items():
         if key == STEP:

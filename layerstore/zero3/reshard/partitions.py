@@ -1,5 +1,5 @@
 """
-Rank states of stages 1 and 2, made for another number of ranks or as stage 3 would have saved them.
+Convert rank states of stages 1 and 2 to another number of ranks, or to the form that stage 3 saves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _OF_PARTITIONS = frozenset(
         *("group_paddings", "param_alignment_paddings", "param_slice_mappings", "ds_version"),
     }
 )
-"""What DeepSpeed keeps of an optimizer under stages 1 and 2, but not (or in another form) under stage 3."""
+"""The keys of DeepSpeed's optimizer state under stages 1 and 2 that stage 3 lacks, or keeps in another form."""
 
 
 def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankState:
@@ -80,7 +80,7 @@ def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankSta
         template,
         outer={
             "single_partition_of_fp32_groups": flats,
-            # One for each group; stage 3 has one for all.
+            # One count for each group; stage 3 has a single count.
             "partition_count": [world_size for _ in numbers],
             "group_paddings": [after.elements(group, rank) - after.lean(group, rank) for group in numbers],
             "param_slice_mappings": mappings,
@@ -116,7 +116,7 @@ def _address(elements: int, start: int) -> Inert:
 
 def as_stage_3(state: RankState) -> RankState:
     """
-    Return *state* as the only rank of a training under stage 3 would have saved it; each param group is a sub-group.
+    Return *state* as a single rank would save it under stage 3; each param group becomes one sub-group.
 
     The parameters of a group have the order in which the optimizer was given them.
     """
@@ -134,7 +134,7 @@ def as_stage_3(state: RankState) -> RankState:
         if isinstance(group, int)
     }
     of_all = {key: value for key, value in outer.mapping().items() if key not in _OF_PARTITIONS}
-    # The optimizer that accumulates in fp32 keeps none of these three, and stage 3's loader asks for them.
+    # DeepSpeed's optimizer that accumulates in fp32 keeps none of these three, but stage 3's loader requires them.
     scaler = Inert(name=_SCALER, made_by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
     tree: dict[Tree, Tree] = {
         "zero_stage": Inert(name=_STAGE, arguments=(3,)),
@@ -154,9 +154,11 @@ def as_stage_3(state: RankState) -> RankState:
 
 
 def conversion_note(first: RankState) -> str:
-    """Say which setting a training needs to continue under stage 3."""
+    """Return the note on the setting with which training can continue under stage 3."""
     size = sub_group_size(TreeView.of(first.model))
-    return f"converted to ZeRO-3 with sub_group_size {size:.0f}: the training needs the same"
+    return (
+        f"converted to ZeRO-3 with sub_group_size {size:.0f}: set the same sub_group_size in the config you train with"
+    )
 
 
 def _model(model: TreeView, groups: Sequence[Mapping[str, Size]]) -> Tree:
@@ -188,6 +190,6 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]]) -> Tree:
         "dp_world_size": 1,
     }
     stated = model.get("frozen_param_shapes")
-    if shapes or (stated is not None and stated.value is not None):  # else they were left out, or there are none
+    if shapes or (stated is not None and stated.value is not None):  # otherwise left out, or none exist
         values |= {"frozen_param_shapes": OrderedMap(shapes), "frozen_param_fragments": OrderedMap(frozen)}
     return changed(model.mapping(), values)

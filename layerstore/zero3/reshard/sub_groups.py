@@ -36,7 +36,7 @@ class SubGroup:
 
     param_group: int
     sample: int
-    """A sub-group of the base in the same param group: everything but slices is taken from it."""
+    """A sub-group of the base in the same param group, from which everything but slices is taken."""
     shapes: dict[str, Size]
     elements: int
     """The length of the buffer."""
@@ -72,9 +72,9 @@ def plan_sub_groups(state: RankState, *, world_size: int, is_by_rule: bool = Tru
 
 def sub_groups(lengths: Sequence[int], *, size: float) -> Iterator[range]:
     """
-    Yield which parameters of a param group DeepSpeed puts into one flat buffer, by the *lengths* of their slices.
+    Yield the index range of the parameters in each flat buffer of a param group, from the *lengths* of their slices.
 
-    A sub-group is closed once it holds at least *size* elements per rank; parameters are never split for it.
+    As in DeepSpeed, a sub-group is closed once it holds at least *size* elements per rank; no parameter is split.
 
     >>> list(sub_groups([8, 6, 4], size=10)), list(sub_groups([5, 4, 3], size=10))
     ([range(0, 2), range(2, 3)], [range(0, 3)])
@@ -219,14 +219,14 @@ def _flat(sample: Tensor, content: FlatContent, elements: int) -> Tensor:
 
 
 def resized(sample: Tensor, elements: int, content: object = None) -> Tensor:
-    """Return a tensor like *sample* with *elements* in its own storage."""
+    """Return a tensor like *sample* with *elements* elements in a storage of its own."""
     resized = replace(sample, shape=Size((elements,)), stride=(1,))
     return with_content(resized, sample.storage.content if content is None else content)
 
 
 def path_of_rank(path: str, rank: int) -> str:
     """
-    Return the name that the file at *path* has for *rank*.
+    Return the path of *rank*'s file that corresponds to the file at *path*.
 
     >>> path_of_rank("global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", 11)
     'global_step4/bf16_zero_pp_rank_11_mp_rank_00_optim_states.pt'

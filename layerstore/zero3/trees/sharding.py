@@ -1,8 +1,8 @@
 """
 Which elements of which parameters each rank has in its flat buffers.
 
-Stage 3 splits every parameter evenly among the ranks. Stages 1 and 2 put the parameters of a param group one after
-another, and split the whole group: a rank's partition may begin and end inside a parameter.
+Stage 3 splits every parameter evenly among the ranks. Stages 1 and 2 concatenate the parameters of a param group and
+split the whole group: a rank's partition may begin and end inside a parameter.
 """
 
 from bisect import bisect_right
@@ -22,40 +22,40 @@ Groups = Sequence[Mapping[str, Sequence[int]]]
 """The parameters of every flat buffer with their shapes, in flat order."""
 
 _ALIGNMENT = 2
-"""How DeepSpeed aligns a partition, in elements: those of 16-bit elements begin at multiples of four bytes."""
+"""DeepSpeed's alignment of a partition, in elements: 16-bit partitions begin at multiples of four bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """Elements of a parameter that lie together in a rank's flat buffer; at least one."""
+    """One or more elements of a parameter that are contiguous in a rank's flat buffer."""
 
     name: str
     begin: int
-    """The index of the first in the parameter."""
+    """The index of the first element within the parameter."""
     elements: int
     start: int
-    """Where they start in the buffer."""
+    """The index of the first element within the buffer."""
 
 
 class Sharding(Protocol):
-    """How a ZeRO stage splits what is trained."""
+    """How a ZeRO stage splits the trained parameters."""
 
     @property
     def cut(self) -> str:
-        """The word for it in a version's ``cut``."""
+        """The word for this sharding in a version's ``cut``."""
 
     @property
     def groups(self) -> Groups:
         """The parameters of every flat buffer."""
 
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
-        """Yield what *rank* has of the flat buffer *group*, in order."""
+        """Yield the fragments that *rank* holds of the flat buffer *group*, in order."""
 
     def elements(self, group: int, rank: int) -> int:
         """Return the length of the flat buffers of *group*, padding included."""
 
     def lean(self, group: int, rank: int) -> int:
-        """Return the length without padding at the end, as a master may be saved."""
+        """Return the length without the padding at the end; a master may be saved without it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class EvenSharding:
     cut: str = "even"
 
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
-        """Yield what *rank* has of the flat buffer *group*, in order."""
+        """Yield the fragments that *rank* holds of the flat buffer *group*, in order."""
         start = 0
         for name, elements, length in self._members[group]:
             valid = min(length, elements - rank * length)
@@ -106,7 +106,7 @@ class PartitionSharding:
     cut: str = "partition"
 
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
-        """Yield what *rank* has of the flat buffer *group*, in order."""
+        """Yield the fragments that *rank* holds of the flat buffer *group*, in order."""
         size, starts, members = self.elements(group, rank), self._starts(group), self._members[group]
         first, last = rank * size, (rank + 1) * size
         number = max(bisect_right(starts, first) - 1, 0)
@@ -122,7 +122,7 @@ class PartitionSharding:
         return _ALIGNMENT * -(-self._starts(group)[-1] // (_ALIGNMENT * self.world_size))
 
     def lean(self, group: int, rank: int) -> int:
-        """Return the length without padding at the end, as a master may be saved."""
+        """Return the length without the padding at the end; a master may be saved without it."""
         size = self.elements(group, rank)
         return max(0, min(size, self._starts(group)[-1] - rank * size))
 
@@ -151,7 +151,7 @@ def sharding_in(state: RankState) -> Sharding:
 
 
 def sharding_of(model: TreeView, outer: TreeView) -> Sharding:
-    """Return how a save was split, from its ``model_states`` and what DeepSpeed saved of the optimizer."""
+    """Return how a save was split, from its ``model_states`` and the state of DeepSpeed's optimizer wrapper."""
     groups, world_size = sub_group_shapes(model), model["dp_world_size"].integer()
     if stage_of(outer) == STAGE_3:
         return EvenSharding(groups, world_size)
@@ -179,7 +179,7 @@ def is_dealt(model: TreeView, outer: TreeView) -> bool:
     """
     Whether the parameters of each group were reordered by ``round_robin_gradients``.
 
-    The optimizer that does not state its stage ignores that setting.
+    DeepSpeed's optimizer that does not state its ZeRO stage ignores that setting.
     """
     zero = (config_of(model) or {}).get("zero_optimization")
     is_set = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
@@ -197,7 +197,7 @@ def dealt(names: Sequence[str], world_size: int) -> list[str]:
 
 
 def gathered_again(names: Sequence[str], world_size: int) -> list[str]:
-    """Return *names* in the order that they had before `dealt`."""
+    """Undo `dealt`: return *names* in their original order."""
     return [name for _, name in sorted(zip(_deal(len(names), world_size), names, strict=True))]
 
 

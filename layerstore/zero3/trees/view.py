@@ -1,6 +1,6 @@
 """
-Typed views into the trees of DeepSpeed's files: settings, optimizers whose state cannot be split by layer, and their
-update counts.
+Typed views into the trees of DeepSpeed's files, and what is read through them: settings, update counts, and optimizer
+state that cannot be split by layer.
 """
 
 import math
@@ -30,14 +30,14 @@ _ENGINE_KEYS = """
 """
 ENGINE_KEYS = frozenset(_ENGINE_KEYS.split())
 
-# DeepSpeed's keys for the masters, and for what the optimizer itself saved: under stage 3, then stages 1 and 2.
+# DeepSpeed's keys for the masters, and for the wrapped optimizer's own state: for stage 3, then for stages 1 and 2.
 _MASTERS = ("fp32_flat_groups", "single_partition_of_fp32_groups")
 _INNER = ("optimizer_state_dict", "base_optimizer_state")
 
 STEP = "step"
 """The optimizer's update count, one per sub-group: an int in DeepSpeed's optimizers, a scalar tensor in torch's."""
 _COUNTERS = {"F32": Struct("<f"), "F64": Struct("<d"), "I64": Struct("<q"), "I32": Struct("<i")}
-"""The layouts of such a tensor, by element type."""
+"""The binary layout of such a scalar tensor, by element type."""
 
 
 class TreeView:
@@ -59,7 +59,7 @@ class TreeView:
         value = self.get(key)
         if value is None:
             raise SourceCheckpoint(
-                f"{self.path} lacks {self._name(key)}, which every ZeRO checkpoint has", hint="is it one?"
+                f"{self.path} lacks {self._name(key)}, which every ZeRO checkpoint has", hint="is this a checkpoint?"
             )
         return value
 
@@ -129,7 +129,7 @@ def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
         shapes: dict[str, Size] = {}
         for name, shape in (group.value if isinstance(group.value, dict) else dict(group.children())).items():
             if not isinstance(shape, Size) or not isinstance(name, str):
-                raise SourceCheckpoint(f"{model.path}: param_shapes holds something else than names and shapes")
+                raise SourceCheckpoint(f"{model.path}: param_shapes holds something other than names and shapes")
             shapes[name] = shape
         groups.append(shapes)
     return groups
@@ -137,9 +137,9 @@ def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
 
 def stage_of(outer: TreeView) -> int:
     """
-    Return the ZeRO stage, from what DeepSpeed saved of the optimizer.
+    Return the ZeRO stage, from the state of DeepSpeed's optimizer wrapper.
 
-    The optimizer that accumulates fp32 gradients for bf16 weights does not state its stage, which is 1.
+    DeepSpeed's optimizer that accumulates fp32 gradients for bf16 weights does not state its stage; it is always 1.
     """
     stage = outer.get("zero_stage")
     if stage is not None and isinstance(stage.value, Inert):
@@ -149,12 +149,12 @@ def stage_of(outer: TreeView) -> int:
 
 
 def masters_in(outer: TreeView) -> TreeView:
-    """Return the flat buffers of masters, from what DeepSpeed saved of the optimizer."""
+    """Return the flat buffers of masters, from the state of DeepSpeed's optimizer wrapper."""
     return outer.get(_MASTERS[1]) or outer[_MASTERS[0]]
 
 
 def inner_in(outer: TreeView) -> TreeView:
-    """Return what the optimizer itself saved, inside what DeepSpeed saved."""
+    """Return the wrapped optimizer's own state, from inside DeepSpeed's."""
     return outer.get(_INNER[1]) or outer[_INNER[0]]
 
 
@@ -164,25 +164,25 @@ def optimizer_states(optimizer: TreeView) -> TreeView:
 
 
 def outer_optimizer(state: RankState) -> TreeView:
-    """Return what DeepSpeed saved of the optimizer."""
+    """Return the state of DeepSpeed's optimizer wrapper."""
     return TreeView.of(state.optimizer)["optimizer_state_dict"]
 
 
 def inner_optimizer(state: RankState) -> TreeView:
-    """Return what the optimizer itself saved, inside what DeepSpeed saved."""
+    """Return the wrapped optimizer's own state, from inside DeepSpeed's."""
     return inner_in(outer_optimizer(state))
 
 
 def leaves_out_frozen(state: RankState) -> bool:
-    """Whether the save was told to leave frozen parameters out; stage 1 has them in the module, or does not say."""
+    """Whether the save was told to leave frozen parameters out; False under stage 1, which does not record it."""
     shapes = TreeView.of(state.model).get("frozen_param_shapes")
     return shapes is not None and shapes.value is None and stage_of(outer_optimizer(state)) != 1
 
 
 def with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
-    """Return the ``optim_states`` tree with some values replaced in DeepSpeed's and in the optimizer's own state."""
+    """Return the ``optim_states`` tree with *outer* replaced in DeepSpeed's state, *inner* in the optimizer's own."""
     within = changed(inner_optimizer(state).mapping(), inner)
-    # Under both keys, because only the keys that are there are changed.
+    # Given under both keys: `changed` replaces only keys that exist.
     around = changed(outer_optimizer(state).mapping(), {**outer, **dict.fromkeys(_INNER, within)})
     return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
 
@@ -220,7 +220,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
         named = "stages 1 and 2" if stage == STAGE_3 else "stage 3"
         yield (
             f"has a name of {named}, but the optimizer was saved under ZeRO stage {stage}",
-            "remove what an earlier save left in the folder",
+            "remove the files that an earlier save left in the folder",
         )
     if isinstance(inner_in(optimizer).value, list):
         yield "was saved with elastic_checkpoint", "unset zero_optimization.elastic_checkpoint"
@@ -242,7 +242,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
         )
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
-        return  # DeepSpeed was given a path, so only the files themselves can tell
+        return  # DeepSpeed was given a path, so these settings are unknown
     offload = zero.get("offload_param")
     if model.optional("frozen_param_fragments"):
         if isinstance(offload, dict) and offload.get("device") == "nvme":
@@ -255,7 +255,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
 
 
 def config_of(model: TreeView) -> dict[Tree, Tree] | None:
-    """Return DeepSpeed's config from the file; None if it was given as a path."""
+    """Return DeepSpeed's config from the file; None if DeepSpeed was given a path."""
     config = model.get("ds_config")
     return config.value if config is not None and isinstance(config.value, dict) else None
 
@@ -265,7 +265,7 @@ def undivided(state: RankState) -> str:
     Describe the first part of the optimizer's state that several parameters of a sub-group share; empty if none.
 
     8-bit optimizers keep moments in blocks whose scales belong to no layer; others keep factors of a whole matrix.
-    Such a state is kept unchanged, rank by rank, and can be used only with the save that it belongs to.
+    Such state is kept unchanged, rank by rank, and can be used only with the save that it came from.
     """
     return undivided_in(
         optimizer_states(TreeView.of(state.optimizer)),
@@ -300,12 +300,12 @@ def _tensors(key: Tree, tree: Tree) -> Iterator[tuple[Tree, Tensor]]:
 
 
 def same_bytes(tree: Tree) -> bytes:
-    """Return bytes that are equal for equal trees, including small tensors on any device."""
+    """Return bytes that are equal for equal trees; the devices of tensors are ignored."""
 
     def anywhere(tensor: Tensor) -> Tensor:
         return replace(tensor, storage=replace(tensor.storage, device=""))
 
-    # Bytes that lie elsewhere are represented by their place.
+    # Content that is not in the tree is represented by its location.
     return pack(encode_tree(replace_tensors(tree, anywhere), content_to_plain=repr))
 
 
@@ -319,7 +319,7 @@ def count_of(counter: Tree) -> int | None:
 
 
 def number_of(counter: Tree) -> float | None:
-    """Return a number, or a tensor that is one; None if it is neither."""
+    """Return the value of a number or of a one-element tensor; None if *counter* is neither."""
     if not (isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in _COUNTERS):
         return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
     content, layout = counter.storage.content, _COUNTERS[counter.storage.dtype]
@@ -329,11 +329,11 @@ def number_of(counter: Tree) -> float | None:
     else:
         assert isinstance(content, Located), "trees that were just read point into their files"
         with open_source(content.path) as file:
-            # Ranks compare this number before payloads are verified: bit rot must not look like a mixed checkpoint.
+            # Ranks compare counters before payloads are verified; unchecked, rot would look like a mixed checkpoint.
             if content.size_bytes <= INLINE_BYTES_MAX:
                 stored = file.read_at(content.offset_bytes, content.size_bytes)
                 if crc32(stored) != content.crc32:
-                    raise damaged(content.path, "a step counter has another checksum than its file states")
+                    raise damaged(content.path, "a step counter does not match the checksum in its file")
             data = file.read_at(content.offset_bytes + start, layout.size)
     value: float = layout.unpack(data)[0]
     return value

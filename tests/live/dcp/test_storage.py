@@ -465,7 +465,7 @@ def test_ranks_that_found_different_commits_are_refused(store: Store) -> None:
     kept(store, second.state(), step=2)
     plans = [reader.prepare_local_plan(LoadPlan([])) for reader in (early, StoreReader(store, "sft"))]
 
-    with pytest.raises(Conflict, match="the ranks have found different commits"):
+    with pytest.raises(Conflict, match="the ranks found different commits"):
         early.prepare_global_plan(plans)
 
 
@@ -475,7 +475,7 @@ def test_a_reader_without_a_commit_takes_it_from_the_checkpoint_id(store: Store)
     kept(store, state)
     found = blank(state)
 
-    with pytest.raises(BaseException, match="no commit was named"):
+    with pytest.raises(BaseException, match="no commit was given"):
         load(found, storage_reader=StoreReader(store))
     load(found, storage_reader=StoreReader(store), checkpoint_id="sft@1")
 

@@ -124,7 +124,7 @@ def test_a_process_that_fails_is_an_error_in_the_status(store: Store, monkeypatc
     """The last line that it printed says why."""
     monkeypatch.setattr(collector, "_PROGRAM", "raise RuntimeError('no memory')")
 
-    assert collect(store, Keep(last=1)).error == "the collecting process ended with 1: RuntimeError: no memory"
+    assert collect(store, Keep(last=1)).error == "the collection process exited with 1: RuntimeError: no memory"
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> N
 
 def test_a_save_is_durable_there_only_if_it_is_pushed() -> None:
     """Nobody should wait for what never comes."""
-    with pytest.raises(InvalidInput, match="there is no push"):
+    with pytest.raises(InvalidInput, match="push is not set"):
         SaverOptions(durable="remote")
 
 
@@ -73,12 +73,12 @@ ASKED: dict[str, Any] = {
         ({"step": 2**63}, InvalidInput, "step= is 9223372036854775808; steps"),
         ({"extra_files": {"a": None}}, TypeError, "os.PathLike object"),
         ({"extra_files": {5: "a"}}, TypeError, "os.PathLike object"),
-        ({"extra_files": [("a", "b")]}, InvalidInput, "extra_files is a list; it maps names to paths"),
+        ({"extra_files": [("a", "b")]}, InvalidInput, "extra_files is a list, not a mapping of names to paths"),
         ({"extra_files": {"../tokenizer.json": "a"}}, InvalidInput, "which is not below the checkpoint's folder"),
         ({"pin": 7}, InvalidInput, "pin= is 7, not a name"),
         ({"client_state": ["epoch"]}, NotPlain, "client_state is a list, not a dictionary"),
         ({"client_state": {"module": 1}}, InvalidInput, "client_state has the key 'module'"),
-        ({"metrics": [2.5]}, InvalidInput, "metrics= is a list; it maps names to numbers"),
+        ({"metrics": [2.5]}, InvalidInput, "metrics= is a list, not a mapping of names to numbers"),
         ({"metrics": {"loss": "low"}}, InvalidInput, "metrics= has 'loss': 'low', which is not a number"),
         ({"metrics": {"loss": [1, 2]}}, InvalidInput, "metrics= has 'loss': [1, 2], which is not a number"),
         ({"metrics": {"n": 10**400}}, InvalidInput, "which is not a number"),

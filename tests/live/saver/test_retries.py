@@ -24,7 +24,7 @@ def test_rank_0_logs_the_first_and_the_sum(
 
         retries.log(2 + 3)  # of another rank
         retries.log(0)
-        assert caplog.messages[1:] == [f"{store.repo.name}: requests retried on all ranks: 5"]
+        assert caplog.messages[1:] == [f"{store.repo.name}: requests retried, total of all ranks: 5"]
 
         retries.close()
         with pytest.warns(RemoteNotice):
