@@ -8,7 +8,16 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson
 from layerstore.cli.progress import shown_steps
-from layerstore.cli.render import Column, print_facts, print_json, print_line, print_paragraph, print_rows
+from layerstore.cli.render import (
+    Column,
+    print_facts,
+    print_json,
+    print_line,
+    print_note,
+    print_paragraph,
+    print_rows,
+    shown,
+)
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_value
 from layerstore.layers import typed
@@ -16,7 +25,7 @@ from layerstore.units import size
 
 ABOUT = About("Before you start", store=None, answers=True)
 
-DemoFolder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="A new folder for everything that it writes.")]
+DemoFolder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="A new folder for all that the demo writes.")]
 
 
 def demo(*, folder: DemoFolder = Path("layerstore-demo"), as_json: AsJson = False) -> None:
@@ -24,7 +33,7 @@ def demo(*, folder: DemoFolder = Path("layerstore-demo"), as_json: AsJson = Fals
     Train, save, resume and collect with DeepSpeed; compare losses.
 
     Trains a tiny Llama with ZeRO-3 on two CPU ranks; needs the extra `demo` and a C++ compiler.
-    Shows what each policy saves, resumes from composites, also on one rank, removes old commits and writes a report.
+    Shows what each policy saves, resumes from composites (one on one rank), removes old commits, writes a report.
     It takes about a minute and a half on two cores; the first time, DeepSpeed compiles for a minute or more.
     The exit code is 0 only if every later loss, weight and moment matches the uninterrupted run, bit for bit.
 
@@ -45,7 +54,7 @@ def demo(*, folder: DemoFolder = Path("layerstore-demo"), as_json: AsJson = Fals
     if not as_json:
         steps = f"after step {facts['resumed_from']}, and all layers at step {facts['losses'][-1]['step']}"
         print_paragraph(f"All losses {steps}, are identical, bit for bit, to those of the uninterrupted run.")
-        print_line(f"next: layerstore --store {typed(str(folder / 'store'))} log")
+        print_note(f"next: layerstore --store {shown(typed(str(folder / 'store')))} log")
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ Grace = Annotated[
 
 
 RemoteName = Annotated[
-    str | None, typer.Option(metavar="REMOTE", help="Collect this remote, by name or URL, and not the store.")
+    str | None, typer.Option(metavar="REMOTE", help="Collect this remote (name or URL) instead of the store.")
 ]
 
 
@@ -79,12 +79,12 @@ def gc(
     """
     Remove what no rule keeps and nothing needs, for good.
 
-    What it removes cannot be brought back (in a bucket, the trash keeps commits for a day);
-    drop moves commits to the trash instead.
-    A commit is kept if any of the rules names it. Without a rule, every commit stays:
-    it only removes what was dropped or replaced over 7 days ago, and what killed writers left.
+    What it removes cannot be brought back (but in a bucket, without --grace 0s, the trash
+    keeps commits for a day); drop moves commits to the trash instead.
+    A commit is kept if any rule matches it. Without a rule, every commit stays:
+    gc only removes what was dropped or replaced over 7 days ago, and what killed writers left.
     The newest commit of a run always stays, and so do pins with all that they need.
-    FREES charges each object to the first listed commit that needs it; "later" means still too young.
+    FREES charges each object to the first listed commit that needs it; "later" means that they are still too young.
     Safe during training, ingest and compose; may be stopped and repeated at any time.
 
     \b
@@ -92,7 +92,6 @@ def gc(
       layerstore gc --dry-run --keep-last 3 --keep-every 1000
       layerstore gc sft --keep-within 14d --keep-best eval_loss:2
       layerstore gc --keep-last 2 --pushed-to origin
-      layerstore gc
     """
     from layerstore.policy import duration
 
@@ -109,35 +108,36 @@ def gc(
             pushed_to=pushed_to,
         )
         plan: GcOutcome | None = None
-        is_bucket = bool(remote or opened_store.repo.remote)
+        url = opened_store.repo.remote if remote is None else opened_store.remotes.url(remote)
+        trash_url = None if grace_seconds == 0 else url  # without a grace, a bucket's trash is emptied, too
         if not (dry_run or yes or as_json) and sys.stdin.isatty():
             with shown_progress(as_json=as_json) as progress:
                 plan = collect(dry_run=True, progress=progress)
-            if not _is_confirmed(plan, pushed_to=pushed_to, is_bucket=is_bucket):
+            if not _is_confirmed(plan, pushed_to=pushed_to, trash_url=trash_url):
                 print_line("nothing was removed")
                 return
         with shown_progress(as_json=as_json) as progress:
             # Others may have saved or dropped in the meantime: removing more than the plan is refused.
             outcome = collect(dry_run=dry_run, confirmed=plan, progress=progress)
         # Not for a bucket, which refuses --empty-trash: there, only age decides when trash is removed.
-        has_trash = not (as_json or outcome.bytes_freed or is_bucket or empty_trash)
+        has_trash = not (as_json or outcome.bytes_freed or url or empty_trash)
         dropped = opened_store.dropped() if has_trash else []
     if as_json:
         print_json(_fields(outcome, dry_run=dry_run))
     else:
-        _print_result(outcome, is_done=not dry_run, pushed_to=pushed_to, is_bucket=is_bucket)
+        _print_result(outcome, is_done=not dry_run, pushed_to=pushed_to, trash_url=trash_url)
         if dropped:
             commits, them = _staying(len(dropped), "dropped commit")
             print_note(f"{commits} in the trash: --empty-trash removes {them}")
 
 
-def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None, is_bucket: bool) -> bool:
+def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None, trash_url: str | None) -> bool:
     """Show *plan* and ask; anything but a yes means no, including the end of the input."""
     if not (plan.removed or plan.trimmed or plan.trash.count):
         return True
     mark_as_answer()  # the user must see the plan before answering, even with --quiet
-    _print_result(plan, is_done=False, pushed_to=pushed_to, is_bucket=is_bucket)
-    sys.stdout.write("Remove them? [y/N]: " if is_bucket else "Remove them for good? [y/N]: ")
+    _print_result(plan, is_done=False, pushed_to=pushed_to, trash_url=trash_url)
+    sys.stdout.write("Remove them for good? [y/N]: " if trash_url is None else "Remove them? [y/N]: ")
     sys.stdout.flush()
     answer = sys.stdin.readline()
     if not answer.endswith("\n"):
@@ -145,7 +145,7 @@ def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None, is_bucket: bool) 
     return answer.strip().lower() in {"y", "yes"}
 
 
-def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None, is_bucket: bool) -> None:
+def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None, trash_url: str | None) -> None:
     from layerstore.gc import NOT_PUSHED, NOT_REQUESTED
 
     # Doomed commits first, because a long list is cut at its end.
@@ -164,15 +164,16 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None,
     kept = sum(bool(fate.kept_by) for fate in outcome.commits)
     pins = f" and {counted(len(outcome.pins), 'pin')}" if outcome.pins else ""
     verb, tense = ("removed", "") if is_done else ("would remove", "; nothing was changed")
-    is_for_good = not is_bucket and (outcome.removed or outcome.trimmed or outcome.trash.count)
+    is_for_good = trash_url is None and (outcome.removed or outcome.trimmed or outcome.trash.count)
     for_good = " for good" if is_for_good else ""
     freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
     print_paragraph(f"{verb} {_parts(outcome)}{for_good}: {freed}", indent=2)
     if outcome.dropped:
         print_paragraph(f"{'removed' if is_done else 'would remove'} trash: {shown(some(outcome.dropped))}", indent=2)
-    if is_bucket and outcome.removed:
-        stay = "they stay" if is_done else "they would stay"
-        print_line(f"{stay} in the bucket's trash for a day: layerstore undrop, with --store URL, brings one back")
+    if trash_url is not None and outcome.removed and is_done:
+        commits, them = _staying(len(outcome.removed), "commit")
+        undrop = f"layerstore --store {typed(trash_url)} undrop RUN@STEP"
+        print_line(f"{commits} in the bucket's trash for a day: {shown(undrop)} brings {them} back")
     unpushed = sum(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
     if unpushed and pushed_to is not None:
         commits, them = _staying(unpushed, "commit")
@@ -181,7 +182,8 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None,
     for note in outcome.notes:
         print_warning(note)
     if outcome.young.count:
-        later = "a later gc removes them, or --grace 0s now if nothing writes to the store"
+        and_trash = "" if trash_url is None else ", with all of the trash,"
+        later = f"a later gc removes them, or --grace 0s now{and_trash} if nothing writes to the store"
         print_paragraph(f"too young to remove: {_amount(outcome.young)}; {later}", indent=2)
     if outcome.waiting.count:
         later = "on a network filesystem the next gc removes them"
@@ -189,7 +191,7 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None,
 
 
 def _staying(count: int, noun: str) -> tuple[str, str]:
-    """Return *count* with its noun and "stay", and the pronoun for them."""
+    """Return *count* with *noun* and "stays" or "stay", and the pronoun: "it" or "them"."""
     stay, them = ("stays", "it") if count == 1 else ("stay", "them")
     return f"{counted(count, noun)} {stay}", them
 

@@ -29,7 +29,7 @@ Words = Annotated[
 ]
 Follow = Annotated[bool, typer.Option("--follow", help="Keep sending each new commit, until Ctrl-C.")]
 MovePins = Annotated[
-    bool, typer.Option("--move-pins", help="Move pins that differ in the remote to what they mean here.")
+    bool, typer.Option("--move-pins", help="Move pins that differ in the remote to their targets in this store.")
 ]
 
 
@@ -44,8 +44,8 @@ def push(
     """
     Send commits and pins that a remote lacks.
 
-    Sends all of them, or only those that are named.
-    A commit appears there only after everything that it names. A killed push resumes where it stopped; just repeat it.
+    Sends all that the remote lacks, or only the references that are given.
+    A commit appears in the remote only after all that it needs. A killed push resumes where it stopped; just repeat it.
     Without REMOTE, the store's only remote is used.
 
     \b
@@ -69,21 +69,21 @@ def push(
 
 
 def _print_made(store: "Store", url: str) -> None:
-    """Say that *url* is new: if it is mistyped, nobody would look for what is sent there."""
+    """Print that the store at *url* is new: if the URL is mistyped, nobody would find what is sent to it."""
     from layerstore.history import pushed_to
 
     before = pushed_to(store.repo).get(url, ())
     if before:
         print_warning(
             f"there was no store at {url}, where {counted(len(before), 'commit')} had been pushed: this push makes "
-            "one; if the place is just not mounted, stop it"
+            "one; if the filesystem is just not mounted, stop the push"
         )
     else:
         print_aside(f"there was no store at {url}: this push makes one")
 
 
 def remote_and_references(store: "Store", words: list[str], *, from_here: bool) -> tuple[str | None, list[str] | None]:
-    """Return the remote and the references that *words* name: this store's references if *from_here*, as in a push."""
+    """Return the remote and the references in *words*; *from_here* if they refer to this store, as in a push."""
     from layerstore.history import begins_id
     from layerstore.remote import refuse_folder
 
@@ -92,25 +92,25 @@ def remote_and_references(store: "Store", words: list[str], *, from_here: bool) 
     remotes = store.remotes.urls()
     if is_url(words[0]) or words[0] in remotes:
         return words[0], words[1:] or None
-    if "/" in words[0]:  # no run's name has one
+    if "/" in words[0]:  # no run's name has a slash
         refuse_folder(words[0])
         hint = "a remote is a name or a URL, like file:///FOLDER; a reference is RUN@STEP, RUN or a pin's name"
         raise InvalidInput(f"{words[0]!r} is neither a remote nor a reference", hint=hint)
     runs = store.runs()
     known = [*remotes, *runs, *(pin.name for pin in store.pins())]
     similar = nearest(words[0], known if from_here else remotes)
-    # Anything else can only be a reference, and resolving it says best what is wrong with it.
+    # Anything else can only be a reference; resolving it gives the best error message.
     is_plain = is_name(words[0]) and not begins_id(words[0])
     if words[0] not in known and (is_plain if from_here else similar):
-        here = f"remotes here: {some([*remotes]) or 'none'}; runs here: {some(runs) or 'none'}"
-        raise NotFound(f"{words[0]!r} is neither a remote nor a run", hint=did_you_mean(similar, else_=here))
+        here = f"remotes here: {some([*remotes]) or 'none'}; runs here: {some(runs) or 'none'}; a step is RUN@STEP"
+        raise NotFound(f"{words[0]!r} is neither a remote nor a run or pin", hint=did_you_mean(similar, else_=here))
     return None, words
 
 
 def print_transferred(
     done: "Pushed | Pulled", refs: list[str] | None, *, as_json: bool, verb: str, size_bytes: int, is_all: bool = True
 ) -> None:
-    """Print what a push or a pull of *refs* has *done*; *is_all* if it left out nothing that was dropped here."""
+    """Print what a push or a pull of *refs* has *done*; *is_all* if it skipped no commit dropped here."""
     if as_json:
         print_json(json_fields(done))
         return

@@ -1,5 +1,5 @@
 """
-The store: opens a repository and offers the verbs. Each verb imports its room when it is called.
+The store: opens a repository and offers the verbs. Each verb imports its implementation when it is called.
 
     store = layerstore.open("runs/store")
     commit = store.ingest("out/checkpoint-200", run="sft")
@@ -47,8 +47,8 @@ class Store:
     """
     A store of checkpoints. Safe to share between threads; close it when done, or use it in a ``with``.
 
-    A reference (*ref*) is ``RUN@STEP``, ``RUN`` (its newest step), ``RUN~1`` (its previous attempt) or a pin's name;
-    None means the newest step of the store's only run.
+    A reference (*ref*) is ``RUN@STEP``, ``RUN`` (the run's newest step), ``RUN~1`` (the run's previous attempt) or a
+    pin's name; None refers to the newest step of the store's only run.
     """
 
     def __init__(self, path: StrPath, *, hook: Hook = no_hook, shares: Shares = ALONE) -> None:
@@ -56,7 +56,7 @@ class Store:
 
     @property
     def _repo(self) -> Repository:
-        """The store's repository; every verb asks for it, so none works on a closed store."""
+        """The store's repository. Every verb reads this property, so no verb works on a closed store."""
         self._opened.check_open()
         return self._opened
 
@@ -65,7 +65,7 @@ class Store:
 
     @property
     def path(self) -> Path:
-        """Where the store is, links resolved."""
+        """The store's path, with links resolved."""
         return self._opened.layout.root
 
     @property
@@ -86,7 +86,7 @@ class Store:
         """
         Return a line for each run, most recently saved first: its newest save, and whether that save is whole.
 
-        No tensor is read, and only the record of the newest save; `verify` reads the bytes.
+        Of each run, only the newest save's record is read, and no tensor; `verify` reads the bytes.
         """
         from layerstore.inspect import run_lines
 
@@ -133,16 +133,17 @@ class Store:
 
         Once this returns, the commit survives a power cut. Storing the same content again writes nothing. Only the
         layers that are due under *policy* are stored; the commit inherits the others. With a *precision* other than
-        ``exact``, they take fewer bytes, except every Nth version of each (*exact_every*), which is exact. *rollback*
-        says that training went back to an earlier step, *resumed_from* to which commit or pinned composite. Objects
-        that the store already has are read, and replaced if damaged; with *trust_store*, only their size is checked.
+        ``exact``, stored layers take fewer bytes, except every Nth version of a layer (*exact_every*), which is exact.
+        Set *rollback* if training went back to an earlier step, *resumed_from* to the commit or pinned composite that
+        it resumed from. Objects that the store already has are read, and replaced if damaged; with *trust_store*, only
+        their size is checked.
 
-        A ``torch.distributed.checkpoint`` folder is stored on its own, as *step* if it does not state its step. To go
-        back to DeepSpeed, store it *onto* a commit of the same model, which supplies what DeepSpeed needs besides
-        weights and moments; the new commit continues that commit's run.
+        A ``torch.distributed.checkpoint`` folder is stored on its own; *step* sets its step if the folder does not
+        state one. To return to DeepSpeed, store the folder *onto* a commit of the same model: that commit supplies
+        what DeepSpeed needs besides weights and moments, and the new commit continues its run.
 
         Raises:
-            SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
+            SourceCheckpoint: The checkpoint is incomplete, damaged, still changing or untrusted.
             Conflict: Other content was saved for this run and step, and *replace* is False.
         """
         from layerstore.ingest import ingest
@@ -182,12 +183,12 @@ class Store:
         Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``.
 
         *policy* is a name, optionally with settings (``filter:every=10``), a policy (``layerstore.Filter(every=10)``),
-        or an object of your own.
-        A *recipe* is a YAML file, in our grammar or LLMTailor's, that names the base and every layer's step; *run* is
-        the run for steps without one. With *exact*, the base is the newest save up to *ref* that was kept bit for bit
-        (the policy ``exact`` differs: it takes every layer from the step of *ref* itself). With *without_damaged*,
-        every byte is read first, and a damaged layer is replaced by its newest sound version; ``recipe_notes`` says
-        which layers were.
+        or a policy object of your own class.
+        A *recipe* is a YAML file, in our grammar or LLMTailor's, that names the base and every layer's step; *run*
+        applies to steps that name no run. With *exact*, the base is the newest save up to *ref* that was kept bit for
+        bit (the policy ``exact`` differs: it takes every layer from the step of *ref* itself). With *without_damaged*,
+        every byte is read first, and a damaged layer is replaced by its newest sound version; ``recipe_notes`` lists
+        the replaced layers.
         """
         from layerstore.compose import as_newest_exact, compose_by_policy, compose_by_recipe, compose_exact
         from layerstore.compose import without_damaged as avoid_damage
@@ -229,7 +230,7 @@ class Store:
         ``sft@800,sft@900:2``. With *ema*, a number below 1, each save weighs *ema* times as much as the next newer
         save; without *saves*, the mean goes back until a save would weigh less than a thousandth of the newest.
         *layers* is a pattern of the layers to average, such as ``model.layers.*``. Everything else, including moments,
-        comes from *ref*: by default the last save named in *saves*, otherwise the newest of the only run.
+        comes from *ref*: by default the last save named in *saves*, otherwise the newest step of the only run.
         """
         from layerstore.compose import average, base_of_mean, compose_latest
         from layerstore.composite import Composite
@@ -253,11 +254,11 @@ class Store:
         Find the first bad save after *good* in the history of *bad* and, unless *steps_only*, the layers to blame.
 
         *judge* takes a folder as `Composite.export` writes it and returns a `Judged`. *folder* holds the trials and a
-        log, from which the same call continues; *name* identifies the judge. *on_trial* gets each new trial.
+        log; repeating the call continues from that log. *name* identifies the judge. *on_trial* gets each new trial.
 
         Raises:
             InvalidInput: *good* is not before *bad* in one history.
-            Conflict: *good* is judged bad, or *bad* good, or one of them cannot be judged.
+            Conflict: *good* is judged bad, *bad* is judged good, or one of the two cannot be judged.
         """
         from layerstore.bisect import bisect
 
@@ -277,10 +278,10 @@ class Store:
         self, run: str | None = None, *, limit: int | None = None, before: str | None = None, metrics: bool = False
     ) -> "Table[LogEntry]":
         """
-        Return the commits of *run*, or of every run by name, newest step first.
+        Return the commits of *run*, or of all runs in order of name, newest step first.
 
         At most *limit* per run; the page starts after the commit *before*. With *metrics*, which takes longer, each
-        commit has what training measured at its step, from ``trainer_state.json`` or client_state.
+        commit includes the metrics of its step, from ``trainer_state.json`` or client_state.
         """
         if_empty = (
             "no commits yet: store.ingest(CHECKPOINT, run=RUN) makes one" if before is None else "no older commit"
@@ -348,11 +349,11 @@ class Store:
         """
         Compare *layer* of the commits *a* and *b*, parameter by parameter: masters, and each state of the optimizer.
 
-        Objects are verified before they are measured; if both commits have the same version of the layer, none is read.
+        Objects are verified before they are measured; none is read if both commits have the same version of the layer.
         *sort* orders parameters by ``name``, or largest first by ``elements``, ``master`` or an optimizer state.
 
         Raises:
-            NotFound: Neither commit has such a layer.
+            NotFound: Neither commit has the layer.
         """
         from layerstore.inspect import compare_layer
 
@@ -360,7 +361,7 @@ class Store:
         return compare_layer(self._repo, *sides, layer, sort=sort, progress=progress or Silent())
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
-        """Return the unambiguous reference of each of *saves*: ``RUN~1@STEP`` for one in an abandoned attempt."""
+        """Return the unambiguous reference of each of *saves*: ``RUN~1@STEP`` if its attempt was abandoned."""
         from layerstore.history import references_to
 
         return references_to(self._repo, saves)
@@ -382,13 +383,13 @@ class Store:
         """
         Return the facts about the whole store, or about *run*; write them as one HTML page to the file *out*.
 
-        They are the fields of ``layerstore report --json``; each field of the shown saves is a list.
+        The facts are the fields of ``layerstore report --json``; each field of the shown saves is a list.
 
         For a long history, only some saves are shown, so the page stays below 1 MB. With *keep*, it also shows what
-        `gc` would do under these rules. Only an older report is replaced.
+        `gc` would do under these rules. A file at *out* is replaced only if it is a report.
 
         Raises:
-            AlreadyExists: Something else is at *out*.
+            AlreadyExists: Something other than a report is at *out*.
             NotFound: There is no such run.
         """
         from layerstore.inspect import make_report
@@ -413,9 +414,9 @@ class Store:
 
     def delete_pin(self, name: str, *, remote: str | None = None) -> bool | None:
         """
-        Delete the pin *name*, readable or not, here or in *remote*, a name or a URL; a visible commit stays.
+        Delete the pin *name*, readable or not, from this store or from *remote*, a name or a URL.
 
-        Returns whether the pinned commit is still visible; None if the pin could not be read.
+        The pinned commit stays if it is visible. Returns whether it is; None if the pin could not be read.
 
         Raises:
             NotFound: There is no pin of that name.
@@ -444,7 +445,7 @@ class Store:
         """
         Move the commits *refs*, and every commit of *runs*, to the trash, as `drop` does.
 
-        If one of them is not found, none is moved. Each result describes the store once all of them are gone.
+        If any is not found, none is moved. Each result describes the store after all of them have been moved.
 
         Raises:
             NotFound: There is no such commit or run; nothing was changed.
@@ -458,8 +459,8 @@ class Store:
         """
         Move the unreadable records at the step of *ref* to the trash; return their ids.
 
-        They block `gc` until then; the next `gc` frees what only they need. A record whose file was merely renamed
-        stays: it is sound again once it has its own name.
+        Until they are moved, they block `gc`; the next `gc` frees what only they need. A record whose file was merely
+        renamed is not moved: restoring the file's name makes it sound again.
         """
         from layerstore.gc import damaged_records, give_up
 
@@ -471,8 +472,8 @@ class Store:
         Make a dropped or replaced commit visible again; *ref* is ``RUN@STEP`` or its id.
 
         Raises:
-            NotFound: It is not in the trash.
-            Conflict: Another commit has taken its place.
+            NotFound: The commit is not in the trash.
+            Conflict: Another commit is visible at its step now, or the trash holds several commits of *ref*.
             Locked: The store is in a bucket, and a collection of that bucket is running.
         """
         [commit] = self.undrop_commits([ref])
@@ -486,8 +487,8 @@ class Store:
         the step has a visible commit now, its dropped commits stay in the trash.
 
         Raises:
-            NotFound: One is not in the trash, or no commit of one of the *runs* is.
-            Conflict: Another commit has taken the place of one of them.
+            NotFound: One of *refs* is not in the trash, or the trash holds no commit of one of *runs*.
+            Conflict: Another commit is visible at the step of one of *refs* now, or several of *refs* are at one step.
         """
         from layerstore.gc import undrop
 
@@ -513,22 +514,23 @@ class Store:
         progress: Progress | None = None,
     ) -> "GcOutcome":
         """
-        Remove the commits that *keep* does not name, of *runs* or of all runs, and every object that nothing needs.
+        Remove the commits of *runs*, or of all runs, that *keep* does not select, and every object that nothing needs.
 
-        What it removes is gone for good; `drop` moves a commit to the trash instead. Without *keep*, every visible
-        commit stays. Pins stay with everything that they need, and so does the newest commit of a run. Safe while
-        others use the store; with *dry_run*, nothing is removed. Objects younger than *grace_seconds* stay; change it
-        only if nothing else writes. Commits that were dropped or replaced a week ago leave the trash; with
-        *empty_trash*, all of them do. With *confirmed*, a plan that somebody has approved, nothing beyond that plan is
-        removed. With *pushed_to*, a remote's name or URL, a commit stays unless the remote has it and lists everything
-        that it needs in full size. With *remote*, a name or a URL, that remote is collected instead: there, objects go
-        a day after the last commit that names them is gone.
+        Removed commits are gone for good, except in a bucket, whose trash keeps them for a day unless *grace_seconds*
+        is 0; `drop` moves a commit to the trash instead. Without *keep*, every visible commit stays. Every pin, and the
+        newest commit of each run, stays with everything that it needs. Safe while others use the store; with *dry_run*,
+        nothing is removed. Objects younger than *grace_seconds* stay; change it only if nothing else writes to the
+        store. Commits that were dropped or replaced a week ago leave the trash; with *empty_trash*, all commits in it
+        do. With *confirmed*, a plan that somebody has approved, nothing beyond that plan is removed. With *pushed_to*,
+        a remote's name or URL, a commit stays unless that remote has it and lists, at full size, every object that it
+        needs. With *remote*, a name or a URL, that remote is collected instead: its objects are removed a day after the
+        last commit that names them.
 
         Raises:
-            IntegrityError: Something cannot be read, so what it needs is unknown, or commits would go although a commit
-                that stays lacks an object; nothing was removed.
+            IntegrityError: Something cannot be read, so what it needs is unknown; or commits would be removed although
+                a remaining commit lacks an object. Nothing was removed.
             Locked: Another collection is running.
-            Conflict: More would go than in the confirmed plan; nothing was removed.
+            Conflict: More would be removed than the confirmed plan allows; nothing was removed.
         """
         from layerstore.gc import GcRequest, execute_gc, plan_gc
         from layerstore.policy import Keep, chosen_keep
@@ -573,7 +575,7 @@ class Store:
 
         If the store was opened by its URL, the bucket itself is checked.
 
-        With *read_data_subset*, only a part of the objects is read: ``10%`` is a random tenth, chosen by *seed*;
+        With *read_data_subset*, only some of the objects are read: ``10%`` is a random tenth, chosen by *seed*;
         ``3/10`` is the third tenth.
         """
         from layerstore.check import parse_sample, verify_store
@@ -606,9 +608,9 @@ class Store:
         """
         Move damaged files to the trash, and fetch sound ones from *sources*, which are stores or remotes.
 
-        It finds what `verify` finds; with *read_data*, every damaged byte. With *dry_run*, nothing is written. With
-        *remote*, a name or a URL, that remote is repaired from this store instead. For a partial clone, its own remote
-        is a source, too.
+        Finds the damage that `verify` finds; with *read_data*, every damaged byte. With *dry_run*, nothing is written.
+        With *remote*, a name or a URL, that remote is repaired from this store instead. A partial clone also uses its
+        own remote as a source.
 
         Raises:
             InvalidInput: A source is not a store; or both *sources* and *remote* were given.
@@ -617,10 +619,12 @@ class Store:
         """
         from layerstore.check import Repaired, execute_repair, opened_sources, plan_repair
 
+        option = " --read-data" if read_data else ""
         if self._repo.remote is not None:
             raise Unsupported(
                 f"{self._repo.remote} is in a bucket: it is repaired from a store on a disk",
-                hint=f"layerstore repair --remote {typed(self._repo.remote)}, in a store that has what is lost there",
+                hint=f"layerstore repair{option} --remote {typed(self._repo.remote)}, in a store that still has the "
+                "lost data",
             )
         if remote is not None:
             from layerstore.remote import Bucket, heal, heal_identity
@@ -628,11 +632,11 @@ class Store:
             if sources:
                 raise InvalidInput(
                     "a remote is repaired from this store alone",
-                    hint=f"layerstore repair --remote {typed(remote)}, in the store that has what is lost there",
+                    hint=f"layerstore repair{option} --remote {typed(remote)}, in a store that still has the lost data",
                 )
             # First: without a sound store.json, the remote cannot be opened.
             put_back = heal_identity(self._repo, Bucket(self.remotes.url(remote)), dry_run=dry_run)
-            # A dry run did not write it, so the remote cannot be opened for the rest.
+            # A dry run did not write store.json, so the remote cannot be opened to check the rest.
             if put_back and dry_run:
                 return Repaired(fetched=put_back)
             with self._remote(remote) as source:
@@ -668,15 +672,15 @@ class Store:
         """
         Send *refs*, by default all commits and pins of *runs* or of all runs, to *remote*, a name or a URL.
 
-        Only what the remote lacks is sent, and a commit appears there only after everything that it names. After a
-        kill, a repeated push sends only the rest. With *move_pins*, a pin that means another commit there is moved to
-        the commit that it means here. If the remote has no store, a push makes one; *on_made* gets its URL before
-        anything is sent.
+        Only what the remote lacks is sent, and a commit appears on the remote only after everything that it names.
+        After a kill, a repeated push sends only the rest. With *move_pins*, a pin that refers to a different commit on
+        the remote is moved to the commit that it refers to in this store. If the remote has no store, a push makes one;
+        *on_made* gets the remote's URL before anything is sent.
 
         Raises:
             Conflict: The remote belongs to another store.
-            AlreadyExists: A pin means something else there; everything else was sent.
-            IntegrityError: Something to be sent is damaged or missing here; everything else was sent.
+            AlreadyExists: A pin refers to something else on the remote; everything else was sent.
+            IntegrityError: Something to be sent is damaged or missing in this store; everything else was sent.
         """
         from layerstore.remote import Bucket, push
 
@@ -706,8 +710,8 @@ class Store:
         named = None if refs is None else list(refs)
         return follow(
             self._repo,
-            Bucket(self.remotes.url(remote), may_make=True),
-            # Resolved again for each push: a run means its newest commit.
+            Bucket(self.remotes.url(remote), may_make=True, on_made=on_made),
+            # Resolved again for each push: a run's name refers to its newest commit, which changes.
             refs=lambda: None if named is None else [self._resolved(ref) for ref in named],
             moves_pins=move_pins,
             stop=stop or Event(),
@@ -718,10 +722,10 @@ class Store:
         self, remote: str | None = None, *, refs: Iterable[str] | None = None, progress: Progress | None = None
     ) -> "Pulled":
         """
-        Fetch the commits and pins of *remote*, a name or a URL, that are missing here, or only *refs*.
+        Fetch the commits and pins of *remote*, a name or a URL, that this store lacks, or only *refs*.
 
-        All bytes are checked against their names before a commit becomes visible. A commit in the trash here is fetched
-        only by name.
+        All bytes are checked against their ids before a commit becomes visible. A commit that is in this store's trash
+        is fetched only if *refs* names it.
 
         Raises:
             NoStore: There is no store at the remote.
@@ -734,11 +738,11 @@ class Store:
 
     def check_remote(self, remote: str) -> str:
         """
-        Return the URL of *remote*, a name or a URL, if this store can be pushed there.
+        Return the URL of *remote*, a name or a URL, if this store can be pushed to it.
 
         Raises:
             Conflict: The remote belongs to another store.
-            StorageIO: It does not answer, or refuses the key.
+            StorageIO: The remote does not answer, or refuses the key.
         """
         from layerstore.remote import Bucket, claim
 
@@ -747,7 +751,7 @@ class Store:
         return bucket.url
 
     def reindex(self) -> int:
-        """Rebuild the index from the commit records; return how many it covers."""
+        """Rebuild the index from the commit records; return how many records it covers."""
         repo = self._repo
         repo.prepare_writing()
         with repo.lock_index():
@@ -759,7 +763,7 @@ class Store:
         return Remote(Bucket(self.remotes.url(name)), Files())
 
     def _place_of(self, source: StrPath) -> StrPath:
-        """Return *source* if it is a path or URL, or else the URL of the remote of that name."""
+        """Return *source* if it is a path or URL, otherwise the URL of the remote of that name."""
         if is_url(str(source)) or Path(source).exists():
             return source
         return self.remotes.urls().get(str(source), source)
@@ -769,7 +773,7 @@ class Store:
         if (theirs := remote.repo.identity.store_id) != self.id:
             raise Conflict(
                 f"{remote.url} is a remote of another store ({theirs}); {outcome}",
-                hint="name a remote of this store, or do it in a store that pushes there",
+                hint="name a remote of this store, or repeat the command in a store that pushes to that remote",
             )
 
     def _pushed_to(self, remote: str) -> "Container[object]":
@@ -800,7 +804,7 @@ def _open(path: StrPath, files: Files) -> Repository:
 
 @checked
 def init(path: StrPath) -> Store:
-    """Make *path*, a folder or the URL of a bucket, a store and open it; raises AlreadyExists if there is one."""
+    """Make a store at *path*, a folder or the URL of a bucket, and open it; raises AlreadyExists if there is one."""
     if isinstance(path, str) and is_url(path):
         from layerstore.remote import Bucket, make_there
 
@@ -815,10 +819,10 @@ def clone(
     url: str, path: StrPath, *, records: bool = False, shares: Shares = ALONE, progress: Progress | None = None
 ) -> Store:
     """
-    Make *path* a store with everything that the remote at *url* has, and open it; after a kill, repeat it.
+    Make a store at *path* with everything that the remote at *url* has, and open it; after a kill, repeat the call.
 
     With *records*, fetch only the records and the descriptions of layers; tensors are fetched when they are needed, and
-    then stay.
+    then kept.
 
     Raises:
         NoStore: There is no store at *url*.
@@ -838,7 +842,7 @@ def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> 
     Rewrite the damaged or missing ``store.json`` of the store at *path*; return None if it was sound.
 
     Raises:
-        InvalidInput: The records there do not belong to the store *store_id*.
+        InvalidInput: *store_id* is not the id that most records of the store state.
     """
     from layerstore.check import restore_identity as restored_identity
 
@@ -856,7 +860,7 @@ def find_checkpoints(*folders: StrPath) -> "Survey":
 @checked
 def apply(delta: StrPath, folder: StrPath) -> "Applied":
     """
-    Apply *delta* to *folder*, an export of its base, so that the weights become its target's; no store is needed.
+    Apply *delta* to *folder*, an export of the delta's base: its weights become the target's. No store is needed.
 
     Every tensor is compared with its checksum before and after. Tensors that already match the target are skipped, so
     after a kill, the same call finishes the work.
@@ -883,8 +887,8 @@ def open_store(path: StrPath) -> Store:
 
 
 def store_of(repo: Repository) -> Store:
-    """Return a store that uses *repo*, which may read from elsewhere than the store at its path."""
-    # Opening it by its path would use that store instead.
+    """Return a store that uses *repo*, which may read from somewhere other than its own path."""
+    # Opening the path instead would ignore *repo*.
     store = Store.__new__(Store)
     store._opened = repo
     return store

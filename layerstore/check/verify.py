@@ -1,9 +1,9 @@
 """
-Verify: is everything there, and is every byte still as it was written?
+Verify: is everything present, and is every byte still as it was written?
 
 Always checked: every record, pin and part by its checksum, every blob by its hash, every object by its size, and the
-index against the records. With *read_data* also the bytes of every object, or of a sample: those of dropped commits
-too, because an undrop reads nothing. Nothing is changed, and a partial clone keeps nothing of what it reads elsewhere.
+index against the records. With *read_data*, also the bytes of every object, or of a sample, including objects of
+dropped commits, because an undrop reads none. Nothing is changed, and a partial clone does not keep what it fetches.
 
 Memory does not grow with the records: each blob and object that they name takes about 110 bytes. The records are read a
 second time only if something is damaged, to find out what needs it.
@@ -60,7 +60,7 @@ class ObjectSample:
 
 def parse_sample(text: str, *, seed: int | None = None) -> ObjectSample:
     """
-    Parse ``10%``, a random tenth of the objects, or ``3/10``, the third of ten tenths that together are everything.
+    Parse ``10%``, a random tenth of the objects, or ``3/10``, the third of ten tenths that together cover all objects.
 
     *seed* repeats a random choice.
 
@@ -88,7 +88,7 @@ def parse_sample(text: str, *, seed: int | None = None) -> ObjectSample:
 
 _EVERYTHING = ObjectSample(begin=0, length=_ALL, words="")
 
-# How many objects a thread takes at a time, and how many such shares are queued.
+# How many objects a thread is given at a time, and how many such shares are queued.
 _SHARE = 64
 _SHARES_MAX = 4 * WORKERS_MAX  # no worker waits for its next share, and few results wait to be yielded
 
@@ -129,14 +129,14 @@ class _Named:
     """Everything that records, pins and parts name; shared by threads."""
 
     versions: NumberedRefs = field(default_factory=NumberedRefs)
-    """Each version with the numbers of the layers for which records name it."""
+    """Each version, and the numbers of the layers for which records name it."""
     states: NumberedRefs = field(default_factory=NumberedRefs)
     objects: NumberedRefs = field(default_factory=NumberedRefs)
-    """Each object with the numbers of the blobs that name it."""
+    """Each object, and the numbers of the blobs that name it."""
     under_way: NumberedRefs = field(default_factory=NumberedRefs)
     """What parts of incomplete saves and dropped commits need: not orphans."""
     dropped: dict[BlobRef, Cost] = field(default_factory=dict)
-    """What dropped commits need, each blob or object with what its loss would cost one of them."""
+    """What dropped commits need: each blob or object, and what its loss would cost one of these commits."""
     layers: dict[str, int] = field(default_factory=dict)
     blobs: list[BlobRef] = field(default_factory=list)
     """The blobs that name objects, by number."""
@@ -217,7 +217,7 @@ def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, call
 
 
 def _reason(problem: LayerstoreError) -> str:
-    """Return why something is damaged; raise *problem* if it may be intact: this process or a remote cannot read it."""
+    """Return why something is damaged; raise *problem* if merely this process or a remote failed to read it."""
     if isinstance(problem, NoStore) or (
         isinstance(problem, StorageIO)
         and (problem.errno in PROCESS_ERRNOS | PERMISSION_ERRNOS or is_url(str(problem.filename)))
@@ -311,7 +311,7 @@ def _lost_object(
     return Damage(kind=kind, id=ref.id, path=path, reason=_reason(problem), size_bytes=ref.size_bytes, blobs=blobs)
 
 
-# -- what is there -------------------------------------------------------------------------------------------------
+# -- what is present -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -355,13 +355,13 @@ def _check_objects(
         counted.objects += len(refs)
         if whole:
             ids = {ref.id for ref in (*refs, *named.under_way.part(at))}
-            # Objects saved since the records were read count as orphans too: the number is only shown.
+            # Objects saved since the records were read count as orphans too: the number is for information only.
             counted.orphans += sum(name not in ids for name in repo.objects.ids_in(f"{at:02x}"))
     return counted
 
 
 def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: ObjectSample, progress: Progress) -> None:
-    """Read what only dropped commits need. If something is missing, they cannot come back, and nothing else is lost."""
+    """Read what only dropped commits need; a missing object is no damage: it only keeps these from coming back."""
     others = [named.versions, named.states, named.objects]
     kept = {ref for at in {int(ref.id[:2], 16) for ref in named.dropped} for names in others for ref in names.part(at)}
     refs = sorted((ref for ref in named.dropped if ref not in kept and ref in reads), key=lambda ref: ref.id)
@@ -369,7 +369,10 @@ def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: Obj
     counted.objects += len(refs)
     counted.objects_read += len(refs)
     counted.bytes_read += sum(ref.size_bytes for ref in refs)
-    for ref, problem in _lost(repo, [refs], reads, progress):
+    lost = list(_lost(repo, [refs], reads, progress))
+    if lost:
+        repo.objects.look_anew()  # a collection may have removed some since a bucket was listed
+    for ref, problem in lost:
         if repo.objects.is_there(ref):
             named.note(replace(_lost_object(repo, "object", ref, problem, ()), costs=(named.dropped[ref],)))
 
@@ -399,7 +402,7 @@ def _lost(
                     repo.objects.check_bytes(ref)
                     progress.advance(ref.size_bytes)
             except LayerstoreError as exc:
-                _reason(exc)  # raises if it says nothing about the object
+                _reason(exc)  # raises if the error proves nothing about the object
                 lost.append((ref, exc))
         return lost
 
@@ -436,7 +439,7 @@ def _holders(repo: Repository, named: _Named, only: Resolved | None) -> dict[str
 
 
 def _judged(faults: Iterable[Damage], holders: dict[str, Holder]) -> tuple[Damage, ...]:
-    """Return *faults* with their costs, but omit faults in blobs that no record names any more."""
+    """Return *faults* with their costs, but omit faults in blobs that no record names now."""
     damaged: list[Damage] = []
     costs_of = Costs(holders)
     known: dict[tuple[BlobRef, ...], tuple[Cost, ...]] = {}

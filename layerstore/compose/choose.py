@@ -1,7 +1,7 @@
 """
 Choose the parts of a composite: a version for each layer, and the base commit, which supplies everything else.
 
-A composition is pure data. A policy says which save each layer comes from (for recipes see ``recipes``).
+A composition is pure data. A policy decides which save each layer comes from (for recipes see ``recipes``).
 This module also checks that the chosen versions fit together.
 """
 
@@ -63,7 +63,7 @@ class Mean:
 
     saves: tuple[MeanSave, ...]
     layers: dict[str, tuple[tuple[LayerEntry, float], ...]]
-    """The versions of each averaged layer with their weights; layers with only the base's own version are not here."""
+    """The versions of each averaged layer with their weights; layers with only the base's own version are left out."""
 
     def __str__(self) -> str:
         names = [f"{save.run}@{save.step}" for save in self.saves]
@@ -92,15 +92,15 @@ class Composition:
     layers: tuple[LayerEntry, ...]
     """The chosen version of every layer, in the model's order."""
     older_than_due: tuple[str, ...] = ()
-    """Layers that were due at their chosen save but not written there, so that an inherited version is used."""
+    """Layers that were due at their chosen save but not written by it, so that an inherited version is used."""
     notes: tuple[str, ...] = ()
-    """What a recipe leaves to defaults, which of its settings have no effect, which layers are older than requested."""
+    """Remarks such as recipe settings left to defaults or without effect, and layers that are older than requested."""
     chosen_from: tuple[tuple[RecordName, tuple[LayerEntry, ...]], ...] = ()
-    """The records it is based on, and what the index says about their layers; checked before anything is written."""
+    """The source records, with their layers as listed in the index; checked before anything is written."""
     mean: Mean | None = None
     """The averages to use as masters, if not the masters of *layers*."""
     wants_exact: bool = False
-    """Whether only a save that was kept bit for bit will do."""
+    """Whether only a save that was kept bit for bit is acceptable."""
 
     @property
     def staleness(self) -> Staleness:
@@ -109,7 +109,7 @@ class Composition:
 
     @property
     def mixture(self) -> str | None:
-        """A sentence that says so if the layers are from several saves; None if they are not."""
+        """A warning if the layers are from several saves; None if they are from one."""
         if self.mean is not None:
             count, layers = len(self.mean.layers), len(self.layers)
             taken = "" if count == layers else f" in {count} of {layers} layers"
@@ -117,7 +117,7 @@ class Composition:
         return _mixture_of(self.base, self.layers)
 
     def inexact(self, repo: Repository, *, moments: bool = True, is_live: bool = False) -> str | None:
-        """Return what `layerstore.compose.exactness.inexact` says of it."""
+        """Return the sentence of `layerstore.compose.exactness.inexact` about this composition, if any."""
         if not any(entry.compact for entry in self.entries):
             return None
         averaged = {} if self.mean is None else self.mean.layers
@@ -136,9 +136,9 @@ class Composition:
 
     def own_parameters(self, versions: Iterable[LayerVersion]) -> frozenset[str]:
         """
-        Return the parameters whose masters are the base's own, bit for bit; *versions* are those of all layers.
+        Return the parameters whose masters are the base's own, bit for bit; *versions* has one for each layer.
 
-        The base's gathered weights of other parameters were rounded from other masters, so they do not apply here.
+        The base's gathered weights of other parameters were rounded from different masters, so they do not fit.
         """
         return frozenset(
             parameter.name
@@ -149,7 +149,7 @@ class Composition:
         )
 
     def slices(self, repo: Repository, versions: Iterable[LayerVersion]) -> Slices:
-        """Return where the bytes of its layers are; *versions* are those of all layers."""
+        """Return the locations of the layers' bytes; *versions* has one for each layer."""
         averaged = {} if self.mean is None else self.mean.layers
         means = {
             layer: [(repo.version_of(entry), weight) for entry, weight in parts] for layer, parts in averaged.items()
@@ -158,11 +158,11 @@ class Composition:
 
     @property
     def base_resolved(self) -> Resolved:
-        """The base, as a reference to it resolves."""
+        """The base, as a resolved reference."""
         return Resolved(record=self.base, commit=self.commit, pin=None, time_ns=self.time_ns)
 
     def as_resolved(self) -> Resolved:
-        """Return this as the commit that it would be: the base with the chosen layers."""
+        """Return the composition as a resolved commit: the base with the chosen layers."""
         policy = PolicyUse(name=self.policy, parameters=self.parameters, decisions={})
         record = replace(
             self.base,
@@ -174,8 +174,9 @@ class Composition:
         return replace(self.base_resolved, record=record)
 
     def summary_file(self, notes: Iterable[str], **facts: object) -> bytes:
-        """Return the content of ``layerstore.json``, which also marks the folder as ours: the summary, and more."""
-        fields = {"schema": _SUMMARY_SCHEMA, **self.summary(), **facts, "notes": [*self.notes, *notes]}
+        """Return the content of ``layerstore.json``, the summary and more; the file also marks the folder as ours."""
+        own = {"mixture": self.mixture, "notes": [*self.notes, *notes]}
+        fields = {"schema": _SUMMARY_SCHEMA, **self.summary(), **facts, **own}
         return json.dumps(fields, indent=2, ensure_ascii=False).encode() + b"\n"
 
     def summary(self) -> dict[str, object]:
@@ -212,12 +213,12 @@ class Composition:
 
 
 def cautions(repo: Repository, composition: Composition, *, moments: bool = True, is_live: bool = False) -> list[str]:
-    """Return what a user must know about the layers: that they are a mixture, and that they are not bit for bit."""
+    """Return what a user must know about the layers: if they are a mixture, or were not all kept bit for bit."""
     return [*filter(None, (composition.mixture, composition.inexact(repo, moments=moments, is_live=is_live)))]
 
 
 def _mixture_of(base: CommitRecord, layers: tuple[LayerEntry, ...]) -> str | None:
-    """Say that no training ever had this model, if *layers* are from several saves; None if they are from one."""
+    """Return a warning that this model never existed if *layers* are from several saves; None if they are from one."""
     others = others_in(base, layers)
     if others is None:
         return None
@@ -264,7 +265,7 @@ def compose_exact(repo: Repository, resolved: Resolved) -> Composition:
 
 
 def as_newest_exact(repo: Repository, composition: Composition, requested: Resolved) -> Composition:
-    """Return *composition*, whose base is the newest exact save up to *requested*, with a note if that is older."""
+    """Return *composition*, based on the newest exact save up to *requested*, with a note if the two differ."""
     composition = replace(composition, wants_exact=True)
     if requested.record.is_exact:
         return composition
@@ -279,7 +280,7 @@ def compose_by_policy(
     repo: Repository, resolved: Resolved, policy: Policy, *, view: RunView | None = None
 ) -> Composition:
     """
-    Take each layer from its newest save, up to the base, at which it was due under *policy*.
+    Take each layer from the newest save, up to the base, at which the layer was due under *policy*.
 
     *view* is a view of the run, by default the current one.
     """
@@ -289,7 +290,7 @@ def compose_by_policy(
     past = SaveHistory(repo, resolved, view=repo.catalog.find(base.run) if view is None else view)
     saves = past.saves()
     newest = next(saves)
-    # If the policy itself saved the base, the layers saved are those due; its number alone cannot tell (ADR 35).
+    # If *policy* itself saved the base, the due layers are those saved: the save number alone is not enough (ADR 35).
     phased = anchored(policy, newest.save_number, past.decided(0, policy))
     picks = replay_policy(
         phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy)
@@ -315,7 +316,7 @@ def load_versions(repo: Repository, composition: Composition, *, states: bool = 
     Return the chosen version of every layer; without *states*, optimizers may differ.
 
     Raises:
-        LayoutMismatch: A version has other parameters, buffers or optimizer states than the base's own version.
+        LayoutMismatch: A version's parameters, buffers or optimizer states differ from the base's own version.
         IntegrityError: A record contradicts the index.
     """
     for name, entries in composition.chosen_from:
@@ -327,13 +328,13 @@ def load_versions(repo: Repository, composition: Composition, *, states: bool = 
         bases = own[entry.layer]
         if bases.version == entry.version:
             continue
-        # `entries` has the layers first, then what is averaged.
+        # `entries` yields the layers first, then the averaged versions.
         version = versions[number] if number < len(versions) else repo.version_of(entry)
         try:
             # A mean uses only masters.
             problem = difference(repo.version_of(bases), version, states=states and number < len(versions))
         except IntegrityError:
-            # A run has one model, so its older version needs no comparison; lengths are checked when it is written.
+            # A run has one model, so a version of the same run needs no comparison; writing it checks lengths.
             if entry.origin.run != bases.origin.run:
                 raise
             problem = None
@@ -350,11 +351,10 @@ def check_splittable(
     repo: Repository, composition: Composition, *, world_size: int | None = None, is_converted: bool = False
 ) -> None:
     """
-    Make sure that an optimizer state that cannot be split by layer does not have to be.
+    Refuse a composition that would split an optimizer state that cannot be split by layer.
 
     Raises:
-        LayoutMismatch: The base has such a state, and layers are from other saves, or *world_size* or the stage
-            differs.
+        LayoutMismatch: The base has such a state, and a layer is from another save, or the world size or stage differs.
     """
     base, older = composition.base, composition.older_layers
     count = base.world_size if world_size is None else world_size
@@ -373,17 +373,17 @@ def check_splittable(
 
 
 def difference(base: LayerVersion, other: LayerVersion, *, states: bool = True) -> str | None:
-    """Say how the version *other* of a layer does not fit *base*; None if it fits. With *states*, check these, too."""
+    """Describe why version *other* of a layer does not fit *base*; None if it fits. *states* also compares states."""
     if (problem := mismatch(base, other)) is not None:
         return problem
     for name, state in sorted(base.optimizer_states ^ other.optimizer_states) if states else ():
-        has_it = "only the base has" if (name, state) in base.optimizer_states else "the base has no"
+        has_it = "only the base has" if (name, state) in base.optimizer_states else "the base lacks"
         return f"{has_it} the optimizer state {state!r} of {name!r}"
     return None
 
 
 def mismatch(base: LayerVersion, other: LayerVersion | LayerSource) -> str | None:
-    """Say how the parameters and buffers of *other* do not fit those of *base*; None if they do."""
+    """Describe why the parameters and buffers of *other* do not fit those of *base*; None if they fit."""
     ours, theirs = _by_name(base), _by_name(other)
     types, others = _types_of_masters(base), _types_of_masters(other)
     for name in sorted(ours.keys() ^ theirs.keys()):
@@ -398,7 +398,7 @@ def _are_alike(mine: Parameter | Buffer, theirs: Parameter | Buffer) -> bool:
     """
     Whether one can replace the other: FSDP2 trains fp32 parameters, DeepSpeed bf16 ones with fp32 masters.
 
-    FSDP2 keeps buffers as it keeps frozen parameters, and DCP's own saves do not say what is tied.
+    FSDP2 keeps buffers as it keeps frozen parameters, and DCP's own saves do not record which parameters are tied.
     """
     types = {mine.dtype, theirs.dtype}
     is_type_alike = len(types) == 1 or ("F32" in types and all(can_convert("F32", dtype) for dtype in types))
@@ -440,10 +440,10 @@ def _facts(item: Parameter | Buffer) -> str:
 @contextmanager
 def naming_damage(repo: Repository, composition: Composition, *, resumes: bool = False) -> Iterator[None]:
     """
-    Name the layer in errors of the body, which reads the parts of *composition*; if it *resumes*, hint at other steps.
+    Add the layer to errors of the body, which reads the parts of *composition*; if it *resumes*, hint at other steps.
 
     Raises:
-        Conflict: A commit that it was chosen from was collected or dropped in the meantime.
+        Conflict: A commit that layers were chosen from was collected or dropped in the meantime.
         IntegrityError: Something is damaged or missing; the message names the layer.
     """
     try:
@@ -453,7 +453,7 @@ def naming_damage(repo: Repository, composition: Composition, *, resumes: bool =
         if not all(repo.records.is_listed(name) for name, _ in composition.chosen_from):
             raise Conflict(
                 f"a part of {base.run}@{base.step} was collected while it was read; nothing was written",
-                hint=f"layerstore log {typed(base.run)} lists what is kept; repeat the command if it is there",
+                hint=f"layerstore log {typed(base.run)} lists the kept commits; repeat the command if it is listed",
             ) from exc
         lost = exc.facts.get("object_id")
         if isinstance(exc, IntegrityError) and isinstance(lost, str):
@@ -473,15 +473,15 @@ def _locate(repo: Repository, composition: Composition, lost: str, exc: Integrit
     exc.locate(called if entry is None else f"{entry.layer} of {called}")
     if entry is not None and saved_at(repo, entry.origin) is None:
         [called] = of_base  # the layer has outlived the commit that saved it
-    # A missing object is found without reading, but a bucket's hint is the same for both.
+    # A missing object is found without --read-data, but a bucket's hint is the same for missing and damaged ones.
     option = " --read-data" if "--read-data" in str(exc.hint) else ""
-    # A pin's base may be gone; then there is no reference to narrow the command by.
+    # A pin's base may be gone; then no reference can narrow the command.
     narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
     verify = f"layerstore verify{narrow}{option}"
     earlier = earlier_exact(repo, base, entry) if composition.wants_exact else None
     if resumes:
         step = "…" if earlier is None else f"{earlier.step}, exact=True"
-        repair = f"layerstore repair{option} --from COPY"
+        repair = exc.hint if "--remote" in str(exc.hint) else f"layerstore repair{option} --from COPY"
         intact = f"layerstore verify{option} names the newest intact one"
         exc.hint = f"resume(…, step={step}) takes an earlier step: {intact}; or {repair}"
         return
@@ -497,4 +497,4 @@ def _has(repo: Repository, version: BlobRef, lost: str) -> bool:
     try:
         return version.id == lost or any(ref.id == lost for ref in named_by(repo, version))
     except IntegrityError:
-        return False  # the blob itself is lost, so its objects were never read
+        return False  # the version blob itself is lost, so its objects were never read

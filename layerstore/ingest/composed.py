@@ -1,4 +1,4 @@
-"""What ``layerstore.json`` says about a folder that compose wrote, for when it is ingested again."""
+"""Read the summary, ``layerstore.json``, of a folder that compose wrote, when the folder is ingested again."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,33 +22,32 @@ class Composed:
 
     @property
     def is_mixture(self) -> bool:
-        """Whether its layers may be from several saves."""
-        with contextlib.suppress(AttributeError, KeyError, TypeError):  # the file may be anybody's
+        """Whether the folder's layers may come from several saves."""
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # anyone may have written the file
             return "mean" in self.summary or any(
                 age["steps"] != 0 for age in self.summary["staleness"]["layers"].values()
             )
         return True
 
     def notes(self, step: int) -> Iterator[str]:
-        """Yield what the commit will not show of its layers; nothing if the summary is of another step."""
-        with contextlib.suppress(AttributeError, KeyError, TypeError):  # the file may be anybody's
+        """Yield what the commit will not show about its layers' origin; nothing if the summary's step is not *step*."""
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # anyone may have written the file
             if self.summary["step"] != step:
                 return
             layers, base = len(self.summary["layers"]), f"{self.summary['run']}@{step}"
-            # Counts of updates, not ages: a frozen layer is as old as its first save.
-            if "mean" in self.summary or len(self.summary["staleness"]["optimizer_steps"]) > 1:
+            if self.summary.get("mixture"):
                 yield f"it was composed from several saves ({base} and others): log shows them as one"
             if count := len(self.summary["compact"]):
                 yield (
                     f"{count} of {layers} layers were composed from a save that was not kept bit for bit "
-                    f"({base}): they are stored as they are here, not as training had them"
+                    f"({base}): they are stored as this folder has them, not as training had them"
                 )
 
 
 def composed(repo: Repository, folder: Path) -> Composed | None:
-    """Return what the summary in *folder* says; None if it has none."""
+    """Return the composed *folder* with its summary; None if *folder* has no summary."""
     summary = None
-    # A summary that cannot be read is still one: then its layers may be from several saves.
+    # Even if its summary cannot be read, compose wrote the folder: its layers may come from several saves.
     with contextlib.suppress(LayerstoreError, ValueError):
         data = repo.files.read_if_there(folder / SUMMARY, size_bytes_max=OWN_JSON_BYTES_MAX)
         if data is None:

@@ -92,9 +92,9 @@ class Training:
             raise InvalidInput(f"layers cannot move by {self.movement}", hint="a share of their length, like 0.004")
         rates = self.bytes_per_second, self.copy_bytes_per_second
         if not (isfinite(self.step_seconds) and self.step_seconds > 0 and min(rates) > 0):
-            raise InvalidInput("step time and write rates must be above 0", hint="a step time that is finite, too")
+            raise InvalidInput("step time and write rates must be above 0, and the step time finite")
         Keep(last=self.keep_last, every=self.keep_every)  # raises InvalidInput for invalid rules
-        keyframes(self.precision, self.exact_every)  # and so does this
+        keyframes(self.precision, self.exact_every)  # raises InvalidInput, too
 
     @property
     def saves(self) -> int:
@@ -121,7 +121,7 @@ class Training:
 
 def estimate_saves(model: Model, training: Training, policies: Mapping[str, Policy] | Sequence[str]) -> dict[str, Any]:
     """
-    Return what full checkpoints of *model* would take, and what saves under each of *policies* would.
+    Return the estimate for full checkpoints of *model*, and for saves under each of *policies*.
 
     *policies* may also be a list of names, with or without settings: ``filter:every=10``. The result has the fields of
     ``layerstore estimate --json``.
@@ -165,13 +165,13 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         due = due_sets(policy, tuple(sizes), movement=training.movement if name in measuring else None, sizes=sizes)
         kept = kept_exactly(due, keyframes(training.precision, training.exact_every))
         cycle = cycle_of(kept)
-        # If no cycle shows, all the simulated saves together are repeated for the rest of the run.
+        # If no cycle shows, all the simulated saves together count as the cycle.
         later = [sum(saved_files[version].size_bytes for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
         groups = [SaveGroup(files=once), *_groups(saved_files, kept[:cycle])]
         use = stored_by_store(groups, training.timetable, on_disk=training.prices is None)
         lines.append(_with_cost(line, use, training, held_seconds=_held_seconds(line, training)))
-    # How long one of DeepSpeed's saves holds training up: until it is written.
+    # The seconds that one of DeepSpeed's saves holds training up: until it is written.
     seconds = full / training.bytes_per_second
     return {
         "model": json_fields(model) | {"trained": sum(trained), "layers": len(parts)},
@@ -200,7 +200,7 @@ def _parts(model: Model, training: Training) -> Iterator[tuple[str, dict[str, in
 def trained_files(
     model: Model, training: Training, *, precision: Precision = PRECISIONS["exact"]
 ) -> dict[str, FileTotals]:
-    """Return each layer's objects, of masters and moments on all ranks: new at each save that includes the layer."""
+    """Return each layer's objects, of masters and moments on all ranks; each save of the layer writes them anew."""
     return {
         layer: _objects(trained, {"": precision.coding(Kind.MASTER, "", "F32")}, "F32", training.world_size)
         + _objects(
@@ -224,7 +224,7 @@ def _padded(counts: Sequence[int], training: Training) -> int:
 
 
 def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str, world_size: int) -> FileTotals:
-    """Return a layer's objects of one kind, one for each rank that has a slice; *states* have their codings."""
+    """Return a layer's objects of one kind, one for each rank that has a slice; *states* maps states to codings."""
     # Ranks with equal slices have equal objects, so sizes change only at these edges.
     edges = {0, world_size}
     for count in filter(None, elements.values()):
@@ -271,7 +271,7 @@ def due_sets(
     saves: int = _SAVES_LOOKED_AT,
 ) -> list[frozenset[str]]:
     """
-    Return which layers are due under *policy* at each of *saves* saves after a full one.
+    Return which layers are due under *policy* at each of *saves* saves after a full save.
 
     For policies that measure, each layer has moved by *movement* times its age.
     """
@@ -280,7 +280,7 @@ def due_sets(
         ages = {layer: number - last[layer] for layer in layers}
         movements = {} if movement is None else {layer: age * movement for layer, age in ages.items()}
         save = Save(number=number, layers=layers, ages=ages, movements=movements, sizes=sizes or {})
-        # Numbered as `ingest` does: the full save before these is number 0.
+        # Numbered as `ingest` numbers saves: the full save before these is number 0.
         due = due_layers(anchored(policy, 0), save)
         last |= dict.fromkeys(due, number)
         due_by_save.append(due)
@@ -289,7 +289,7 @@ def due_sets(
 
 def kept_exactly(due: Iterable[frozenset[str]], keyframes: Keyframes) -> list[frozenset[tuple[str, bool]]]:
     """
-    Return which layers each save after a full, exact one stores, and whether exactly.
+    Return, for each save after a full, exact save, which layers it stores, and whether exactly.
 
     >>> every_other = Keyframes(precision=PRECISIONS["delta8"], every=2)
     >>> kept_exactly([frozenset("a")] * 3, every_other)
@@ -442,7 +442,7 @@ def _cost_assumptions(training: Training) -> Iterator[str]:
     )
     if training.timetable.has_rules:
         yield (
-            f"{LAYERSTORE} collects the bucket every {COLLECTED_SECONDS / 3600:.0f} h, and what no save needs any more "
+            f"{LAYERSTORE} collects the bucket every {COLLECTED_SECONDS / 3600:.0f} h, and what no save needs "
             f"stays there for {REMOTE_GRACE_SECONDS / 3600:.0f} h longer; {DEEPSPEED}'s old saves are removed at once"
         )
     yield (

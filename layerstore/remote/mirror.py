@@ -4,7 +4,7 @@ A store opened directly from a bucket: records are fetched on opening, tensor by
     store = layerstore.open("s3://checkpoints/sft")
 
 The mirror, in the user's cache folder, has the bucket's records and pins, and the objects that were needed so far.
-Several processes may share it. Saves go directly to the bucket (`saving.py`), records last.
+Several processes may share a mirror. Saves go directly to the bucket (`saving.py`), records last.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class Remote:
         )
         """The mirror; saves go to the bucket."""
         self.listed: frozenset[str] = frozenset()
-        """The records and pins that the bucket had at the last refresh; others may prune the mirror meanwhile."""
+        """The bucket's records and pins at the last refresh; since then, other processes may have pruned the mirror."""
         self.refresh()
 
     def __enter__(self) -> "Remote":
@@ -89,11 +89,11 @@ class Remote:
 
     @property
     def stranger_names(self) -> list[str]:
-        """The names found among records and pins at the last refresh that belong to neither."""
+        """Names in the folders of records and pins, at the last refresh, that are neither records nor pins."""
         return self._records.stranger_names
 
     def checked(self, ref: BlobRef) -> Iterator[memoryview]:
-        """Yield the bytes of *ref*; raises IntegrityError, at the latest at the end, unless they match its name."""
+        """Yield the bytes of *ref*; raises IntegrityError, at the end or before, unless they match the id."""
         return (data for _, data in self.source.checked(ref))
 
     def refresh(self) -> None:
@@ -102,7 +102,7 @@ class Remote:
 
 
 def _make_mirror(layout: Layout, files: Files, identity: StoreIdentity) -> None:
-    """Make the mirror, or the parts of it that a cleaner has removed: cleaners remove single files by age."""
+    """Make the mirror, or make again what a cache cleaner has removed: cleaners remove single files by age."""
     try:
         files.make_directories(layout.root)
         for folder in layout.folders:
@@ -113,7 +113,7 @@ def _make_mirror(layout: Layout, files: Files, identity: StoreIdentity) -> None:
         else:
             with files.temporary(layout.tmp, data) as source:
                 files.rename(source, layout.identity)
-    except (StorageIO, IntegrityError) as exc:  # the latter if something else has the folder's name
+    except (StorageIO, IntegrityError) as exc:  # IntegrityError: a folder's path belongs to something else
         errno, path = (exc.errno, exc.filename) if isinstance(exc, StorageIO) else (errnos.ENOTDIR, str(layout.root))
         raise StorageIO(
             f"the cache of remotes cannot be written to: {exc}",
@@ -130,18 +130,18 @@ def _write(layout: Layout, files: Files, path: Path, data: bytes, *, modified_ns
 
 
 def is_stranger(entry: Listed) -> bool:
-    """Whether *entry*, found among records and pins or in the trash, has the name of neither."""
+    """Whether *entry*, from the folders of records, pins or trash, has neither a record's nor a pin's name."""
     name = entry.name.removeprefix("trash/")
     return not _is_ours(name) and not _is_folder(name, entry.size_bytes)
 
 
 def _is_folder(name: str, size_bytes: int) -> bool:
-    """Whether *name* is the empty object by which consoles and mounts represent a folder."""
+    """Whether *name* is the empty object that consoles and mounts create for a folder."""
     return not size_bytes and (name in {"commits", "pins"} or is_name(name.removeprefix("commits/")))
 
 
 def _is_ours(name: str) -> bool:
-    """Whether *name* names a record or a pin; anything else in the bucket is left alone."""
+    """Whether *name* is the name of a record or a pin; anything else in the bucket is left alone."""
     folder, *names = name.split("/")
     if folder == "pins":
         return len(names) == 1 and is_name(names[0])
@@ -155,13 +155,13 @@ class MirroredRecords(RecordStore):
         super().__init__(layout, files, store_id=store_id)
         self._bucket = bucket
         self.stranger_names: list[str] = []
-        """Names found among them in the bucket at the last refresh that belong to neither."""
+        """Names in the bucket's folders of records and pins, at the last refresh, that are neither."""
 
     def refresh(self, *, run: str | None = None, anew: bool = False) -> frozenset[str]:
         """
-        Update all from the bucket, or only the records of *run*; return the names of those that the bucket has.
+        Update all records and pins from the bucket, or only the records of *run*; return the names that the bucket has.
 
-        With *anew*, all are read again.
+        With *anew*, records that the mirror already has are read again, too.
         """
         files, layout = self._files, self._layout
         if run is None:
@@ -175,10 +175,10 @@ class MirroredRecords(RecordStore):
         listed = {entry.name: entry for entry in entries if _is_ours(entry.name)}
         if run is None:
             self.stranger_names = [entry.name for entry in entries if is_stranger(entry)]
-        # The mirror shows what the bucket has, so records that were dropped or collected there go here, too.
+        # The mirror shows what the bucket has, so records that were dropped or collected there are removed here, too.
         for name in here.keys() - listed.keys():
             files.discard(here[name])
-        # A pin may mean something else now; a record never changes.
+        # A pin may refer to something else now; a record never changes.
         is_pin = f"{layout.pins.name}/"
         missing = [entry for name, entry in listed.items() if anew or name not in here or name.startswith(is_pin)]
         gone: list[str] = []
@@ -192,7 +192,7 @@ class MirroredRecords(RecordStore):
         return frozenset(listed).difference(gone)
 
     def _fetch(self, entry: Listed) -> bool:
-        """Fetch a record or pin; return whether it was still there."""
+        """Fetch a record or pin; return whether the bucket still had it."""
         data = self._bucket.read(entry.name, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
             return False
@@ -202,7 +202,7 @@ class MirroredRecords(RecordStore):
         return True
 
     def strangers(self) -> Iterator[Path]:
-        """Yield everything among the bucket's records, pins and trash that is none of these, as its mirror path."""
+        """Yield, as mirror paths, whatever else the bucket's folders of records, pins and trash contain."""
         in_trash = (entry.name for entry in self._bucket.listed("trash/commits") if is_stranger(entry))
         yield from (self._layout.root / name for name in (*self.stranger_names, *in_trash))
 
@@ -219,7 +219,7 @@ class MirroredRecords(RecordStore):
         return self._read_twice(self._path(name), lambda: super(MirroredRecords, self).read_entries(name, layers))
 
     def read_pin(self, name: str) -> Pin:
-        """Return the pin *name*, checked; raises NotFound if there is none, and IntegrityError as `read` does."""
+        """Return the pin *name*, checked; raises NotFound if it does not exist, and IntegrityError as `read` does."""
         return self._read_twice(self._layout.pin(name), lambda: super(MirroredRecords, self).read_pin(name))
 
     def check_store(self) -> None:
@@ -239,7 +239,7 @@ class MirroredRecords(RecordStore):
             )
 
     def link(self, commit: Commit) -> tuple[int, ...] | None:
-        """Make *commit* visible in the bucket, and here; return None if it was there already."""
+        """Make *commit* visible in the bucket and the mirror; return None if the bucket already had it."""
         self.check_store()
         path = self._path(self.name_of(commit))
         name, data = self._layout.name(path), self.encode(commit)
@@ -251,25 +251,25 @@ class MirroredRecords(RecordStore):
     def _put(self, path: Path, data: bytes) -> None:
         name = self._layout.name(path)
         self._bucket.write(name, lambda: [data])
-        # The bucket first. The mirror gets the server's time: the age of a commit must not depend on this host's clock.
+        # The bucket first, then the mirror, with the server's time: a commit's age must not depend on our own clock.
         entry = self._bucket.look(name)
         self._files.make_directory(path.parent, durable=False)
         modified_ns = time.time_ns() if entry is None else entry.modified_ns
         _write(self._layout, self._files, path, data, modified_ns=modified_ns)
 
     def withdraw(self, commit: Commit, identity: tuple[int, ...]) -> None:
-        """Undo `link`: the record goes to the trash, since others may rely on what it named."""
+        """Undo `link`: move the record to the trash, since others may rely on the objects that it references."""
         del identity
         path = self._path(self.name_of(commit))
         to_trash(self._bucket, self._layout.name(path))
         self._files.discard(path)
 
     def link_pin(self, pin: Pin) -> None:
-        """Make *pin* visible; raises AlreadyExists if there is a pin of that name in the bucket."""
+        """Make *pin* visible; raises AlreadyExists if the bucket has a pin of that name."""
         self.check_store()
         path = self._layout.pin(pin.name)
         name = self._layout.name(path)
-        # Two writers that make one pin at the same moment may both find none; then the later write wins.
+        # Two writers that make the same pin at the same moment may both find no pin; then the later write wins.
         if self._bucket.size(name) is not None:
             raise AlreadyExists(
                 f"somebody else has just made the pin {pin.name!r}; nothing was changed",
@@ -282,7 +282,7 @@ class MirroredRecords(RecordStore):
         Delete the pin *name*, readable or not.
 
         Raises:
-            NotFound: There is none.
+            NotFound: The pin does not exist.
         """
         path = self._layout.pin(name)
         if self._bucket.size(self._layout.name(path)) is None:
@@ -299,7 +299,7 @@ class MirroredRecords(RecordStore):
             modified_ns = self._files.modified_ns(path)
             data = self._bucket.read(self._layout.name(path), size_bytes_max=RECORD_BYTES_MAX)
             if modified_ns is None or data is None:
-                raise  # it was removed, here or there
+                raise  # the record or pin was removed from the mirror or the bucket
             _write(self._layout, self._files, path, data, modified_ns=modified_ns)
         return read()
 
@@ -308,14 +308,14 @@ class MirroredObjects(FetchedObjects):
     """
     The objects of a remote: the bucket's listing decides which exist.
 
-    The local copies are a cache: damaged ones are fetched again, the least recently used are evicted.
+    The local copies are a cache: damaged copies are fetched again, and the least recently used are evicted.
     """
 
     _is_durable = False
     reliance: Reliance
 
     def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
-        """Remember that *version* names *objects*, and how they can be verified in parts."""
+        """Remember that *version* references *objects*, and how they can be verified in parts."""
         named = list(objects)
         super().know(version, named)
         self.reliance.know((stored.id for stored in named), version.id)
@@ -328,11 +328,11 @@ class MirroredObjects(FetchedObjects):
             trim(self._files)
 
     def find(self, ref: BlobRef) -> Path | None:
-        """Return where *ref* is or will be."""
+        """Return the path of *ref*, whether or not it is already fetched."""
         return self._layout.object(ref.id)
 
     def is_there(self, ref: BlobRef) -> bool:
-        """Whether the bucket lists the name of *ref*."""
+        """Whether the bucket lists *ref*, in whatever size."""
         return ref.id in self.source.listed(ref.id[:2])
 
     def check_there(self, ref: BlobRef) -> None:
@@ -340,7 +340,7 @@ class MirroredObjects(FetchedObjects):
         self.source.check_there(ref)
 
     def check_bytes(self, ref: BlobRef) -> None:
-        """Read all of *ref* from the bucket, not the local copy, and compare its hash with its name."""
+        """Read all of *ref* from the bucket, not the local copy, and compare its hash with the id."""
         self.source.check_bytes(ref)
 
     def read(self, ref: BlobRef) -> bytes:
@@ -359,11 +359,11 @@ class MirroredObjects(FetchedObjects):
     def _verify_or_fetch(self, ref: BlobRef) -> None:
         home = self._layout.object(ref.id)
         if not self.is_sound(home, ref):
-            # One process downloads it, and the others wait; without flock each downloads a copy, which only costs time.
+            # One process downloads it while the others wait. Without flock, each downloads a copy: slower, but correct.
             with alone(self._layout.locks / f"fetch-{ref.id}"):
                 if not self.is_sound(home, ref):
                     self._download(ref)
-        self._files.touch(home)  # eviction is least recently used first
+        self._files.touch(home)  # the least recently used are evicted first
 
     def _make_room(self, size_bytes: int) -> None:
         make_room(self._files, size_bytes)
@@ -398,35 +398,35 @@ class BucketTrash(Trash):
         self._bucket = reliance.bucket
 
     def take_record(self, name: RecordName) -> bool:
-        """Move the record *name* here; return whether it existed."""
+        """Move the record *name* to the trash; return whether it existed."""
         path = self._layout.record(name.run, name.step, name.id)
         is_there = to_trash(self._bucket, self._layout.name(path))
         self._files.discard(path)
         return is_there
 
     def take_damaged(self, path: Path) -> Path | None:
-        """Move the damaged record *path* here; return its new path, None if it was gone."""
+        """Move the damaged record *path* to the trash; return its new path, None if it was gone."""
         name = self._layout.name(path)
         is_there = to_trash(self._bucket, name, target=f"trash/damaged/{name}")
         self._files.discard(path)
         return self._layout.trash / "damaged" / name if is_there else None
 
     def listed(self) -> Iterator[RecordName | Path]:
-        """Yield the name of every record in the trash; strangers there are listed by `MirroredRecords`."""
+        """Yield the name of every record in the trash; `MirroredRecords.strangers` yields everything else in it."""
         for entry in self._bucket.listed("trash/commits"):
             *_, run, file_name = entry.name.split("/")
             if is_name(run) and (name := name_in(run, file_name)) is not None:
                 yield name
 
     def read_record(self, name: RecordName) -> Commit:
-        """Return the commit of the record *name*, checked; raises NotFound if it is no longer here."""
+        """Return the commit of the record *name*, checked; raises NotFound if it is no longer in the trash."""
         data = self._bucket.read(self._name_in_trash(name), size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
             raise self._gone(name)
         return self._records.decode(data, name)
 
     def modified_ns(self, name: RecordName) -> int:
-        """Return when the record *name* came here, 0 if it is gone."""
+        """Return when the record *name* was moved to the trash, 0 if it is gone."""
         entry = self._bucket.look(self._name_in_trash(name))
         return 0 if entry is None else entry.modified_ns
 
@@ -438,8 +438,8 @@ class BucketTrash(Trash):
         """
         Keep what *commit* needs while the block makes its record visible; then remove the record from the trash.
 
-        The record is first written to the trash again: every collection that begins after that keeps what it needs for
-        another day. A collection that had already begun may have found it too old.
+        The record is first written to the trash again: every collection that begins after that write keeps the objects
+        that it needs for another day. A collection that had already begun may have found the record expired.
         """
         name = self._records.name_of(commit)
         data = self._records.encode(commit)
@@ -448,14 +448,14 @@ class BucketTrash(Trash):
         # Marks are looked for after the write: a collection that began before it may have found the old record expired.
         if collected_since(self._bucket, renewed_ns):
             raise Locked(
-                f"a collection of {self._bucket.url} is at work, or was killed less than half a day ago, and may be "
-                "removing what that commit needs; nothing was changed",
-                hint="repeat the command when it has ended",
+                f"a collection of {self._bucket.url} is at work, has just ended, or was killed less than half a day "
+                "ago, and may be removing what that commit needs; nothing was changed",
+                hint="repeat the command when it has ended, or in a few seconds",
             )
         self._reliance.note_named(commit.record.blobs)
         yield
-        # A collection that has begun since may have listed the records before this one was there. It lists the trash
-        # after that, so the record must stay in the trash as well.
+        # A collection that has begun since may have listed the records before this one was visible. It lists the trash
+        # afterwards, so in that case the record must stay in the trash as well.
         if not collected_since(self._bucket, renewed_ns):
             self._bucket.remove([self._name_in_trash(name)])
 
@@ -464,7 +464,7 @@ def to_trash(bucket: Bucket, name: str, check: Callable[[], None] = lambda: None
     """
     Move the record *name* to the trash of *bucket*, or to another *target*; return False if it was gone.
 
-    It is copied first, so that it is always in at least one place, and removed only after *check*, which may raise.
+    The record is first copied, so that it always exists at least once, and removed only after *check*, which may raise.
     """
     data = bucket.read(name, size_bytes_max=RECORD_BYTES_MAX)
     if data is None:

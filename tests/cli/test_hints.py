@@ -119,7 +119,7 @@ def test_a_store_is_made_at_one_place(run: Run, tmp_path: Path) -> None:
     outcome = run("init", "b", "--store", "a")
 
     assert (outcome.code, list(tmp_path.iterdir())) == (2, [])
-    assert outcome.err.startswith("error: two places were given: b and --store a")
+    assert outcome.err.startswith("error: two stores were given: b and --store a")
     assert run("init", "a", "--store", "./a/").code == 0
 
 
@@ -170,10 +170,11 @@ def test_a_mistyped_remote_is_none_of_the_runs(run: Run, checkpoints: Path, tmp_
     assert (outcome.code, outcome.err.splitlines()) == (
         13,
         [
-            "error: 'orgin' is neither a remote nor a run",
-            "hint: did you mean origin? remotes here: origin; runs here: sft",
+            "error: 'orgin' is neither a remote nor a run or pin",
+            "hint: did you mean origin? remotes here: origin; runs here: sft; a step is RUN@STEP",
         ],
     )
-    assert run("push", "elsewhere").err.splitlines()[-1] == "hint: remotes here: origin; runs here: sft"
+    hint = "hint: remotes here: origin; runs here: sft; a step is RUN@STEP"
+    assert run("push", "elsewhere").err.splitlines()[-1] == hint
     assert [run("push", word).code for word in ("sft", "sft@4")] == [0, 0]
     assert "neither" not in run("pull", "new").err  # it may be a run of the remote

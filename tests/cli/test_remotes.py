@@ -52,7 +52,7 @@ def test_a_collection_says_how_many_commits_wait_for_a_push(run: Run, store: Pat
             2,
             "layerstore --store {url} verify checks a store in a bucket, and layerstore clone brings it to a disk",
         ),
-        (["repair"], 16, "layerstore repair --remote {url}, in a store that has what is lost there"),
+        (["repair"], 16, "layerstore repair --remote {url}, in a store that still has the lost data"),
         (["init"], 14, "layerstore log --store {url}"),
         (["show", "stf"], 13, "did you mean sft? runs here: sft"),
     ],
@@ -78,6 +78,19 @@ def test_a_commit_there_is_dropped_and_brought_back(run: Run, url: str) -> None:
         f"layerstore --store {url} undrop --run sft brings them back"
     )
     assert "2 commits are back" in run("--store", url, "undrop", "--run", "sft").out
+
+
+def test_what_a_collection_there_removes_can_come_back(run: Run, url: str) -> None:
+    """For a day, in which its trash keeps the commits; without a grace they are gone for good."""
+    run("--store", url, "pin", "--delete", "best")
+    collect = ("--store", url, "gc", "--keep-last", "1")
+    kept, gone = run(*collect).out, run(*collect, "--grace", "0s").out
+
+    stays = f"1 commit stays in the bucket's trash for a day: layerstore --store {url} undrop RUN@STEP brings it back"
+    assert stays in kept.splitlines()
+    assert (" for good" in kept, " for good: " in gone) == (False, True)
+    dropped = run("--store", url, "log", "--dropped")
+    assert "the trash holds no commit" in dropped.out + dropped.err
 
 
 def test_a_pull_says_what_it_leaves_in_the_trash(run: Run, store: Path, url: str) -> None:
@@ -114,7 +127,7 @@ def test_damage_there_names_the_repair_from_here(run: Run, url: str, store: Path
     verify = run("--store", url, "verify", "--read-data")
 
     assert verify.err.splitlines()[-1] == (
-        f"hint: layerstore repair --read-data --remote {url} --dry-run, in a store that has what is lost there, "
+        f"hint: layerstore repair --read-data --remote {url} --dry-run, in a store that still has the lost data, "
         "says what can be done"
     )
     assert run("--store", store, "repair", "--read-data", "--remote", url).code == 0

@@ -209,6 +209,8 @@ def test_what_was_composed_from_several_saves_is_noted(store: Store, tmp_path: P
     notes = store.ingest(out, run="other").notes
 
     assert "it was composed from several saves (sft@4 and others): log shows them as one" in notes
+    again = store.compose("other@4").write(tmp_path / "again").out
+    assert not any("composed" in note for note in store.ingest(again, run="third").notes)
 
 
 @pytest.mark.parametrize(("saved", "other"), [(2, 3), (3, 2)])
@@ -327,7 +329,7 @@ def test_a_pins_name_is_its_own(store: Store, tmp_path: Path) -> None:
         store.ingest(checkpoint(tmp_path, step=6), run="best")
     with pytest.raises(Conflict, match="'sft' is the name of a run"):
         store.pin("sft", "sft@2")
-    with pytest.raises(AlreadyExists, match="pin 'best' means sft@2 already"):
+    with pytest.raises(AlreadyExists, match="pin 'best' already refers to sft@2"):
         store.pin("best", "sft@4")
     assert store.pin("best", "sft@2").base == store.show("sft@2").commit
     with pytest.raises(InvalidInput):

@@ -337,7 +337,8 @@ def test_a_push_goes_on_behind_a_run(
 
     monkeypatch.setattr(Bucket, "objects", counted)
     watch_writes(monkeypatch, before=at_times)
-    follower = store.follow(bucket.url, stop=stop)
+    made: list[str] = []
+    follower = store.follow(bucket.url, stop=stop, on_made=made.append)
 
     away[0] = True
     with pytest.warns(RemoteNotice, match="the server is away; trying again in"):
@@ -354,6 +355,7 @@ def test_a_push_goes_on_behind_a_run(
     assert len(listings) == count
     stop.set()
     assert list(follower) == []
+    assert made == [bucket.url]
     assert layerstore.open(bucket.url).verify(read_data=True).ok
 
 
@@ -437,7 +439,7 @@ def test_what_was_collected_meanwhile_is_left_out(
 
     watch_writes(monkeypatch, after=collecting)
 
-    with pytest.warns(PushedNotice, match=r"r@[24] was removed here meanwhile, and is not sent"):
+    with pytest.warns(PushedNotice, match=r"r@[24] was removed here during the push, and is not sent"):
         assert "r@6" in store.push(bucket.url).commits
     assert layerstore.open(bucket.url).verify(read_data=True).ok
 
@@ -458,7 +460,7 @@ def test_what_is_collected_before_it_is_read_is_left_out(
 
     monkeypatch.setattr(module, "records_in", names)
 
-    with pytest.warns(PushedNotice, match=r"r@[24] was removed here meanwhile, and is not sent"):
+    with pytest.warns(PushedNotice, match=r"r@[24] was removed here during the push, and is not sent"):
         assert store.push(bucket.url).commits == ("r@6",)
 
 
