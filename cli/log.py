@@ -157,7 +157,7 @@ def _print_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
         if any(entry.commit.record.kept_precision != "exact" for entry in dropped):
             columns[Column("PRECISION")] = lambda entry: entry.commit.record.kept_precision
         print_rows(columns, dropped)
-        print_note(f"{with_store('layerstore undrop RUN@STEP')} brings one back, --run RUN all of a run")
+        print_note(f"{with_store('layerstore undrop RUN@STEP')} brings one back, with --run RUN a whole run")
     else:
         print_note("the trash holds no commit")
 

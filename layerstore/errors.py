@@ -170,7 +170,7 @@ class IntegrityError(LayerstoreError):
 
     exit_code = 20
     usual_hint = (
-        "layerstore verify --read-data lists what is damaged, layerstore repair --read-data --dry-run what can be done"
+        "layerstore verify --read-data lists what is damaged, repair --read-data --dry-run shows what can be done"
     )
     kind = "damaged"
 

@@ -174,7 +174,7 @@ class Composition:
         return replace(self.base_resolved, record=record)
 
     def summary_file(self, notes: Iterable[str], **facts: object) -> bytes:
-        """Return the content of ``layerstore.json``, the summary and more; the file also marks the folder as ours."""
+        """Return the content of ``layerstore.json``: the summary, *facts* and notes. It marks the folder as ours."""
         own = {"mixture": self.mixture, "notes": [*self.notes, *notes]}
         fields = {"schema": _SUMMARY_SCHEMA, **self.summary(), **facts, **own}
         return json.dumps(fields, indent=2, ensure_ascii=False).encode() + b"\n"

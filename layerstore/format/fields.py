@@ -199,7 +199,7 @@ def _is_within(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
 
 
 def _of_object(stored: StoredObject | PackedObject) -> str | None:
-    return None if stored.shard < stored.shards else f"it is slice {stored.shard} of {stored.shards}"
+    return None if stored.shard < stored.shards else f"its shard {stored.shard}, from 0, is not one of {stored.shards}"
 
 
 def _of_content(content: ObjectContent) -> str | None:

@@ -407,7 +407,7 @@ def _hinting_at_room() -> Iterator[None]:
 
 
 def _look_again(plan: GcPlan) -> None:
-    with concluding("objects that were to go lie aside until a gc succeeds"):  # records are gone already
+    with concluding("objects due for removal stay aside until a gc succeeds"):  # records are gone already
         plan.marks.look(Silent())
 
 

@@ -283,7 +283,7 @@ def pin_names(repo: Repository) -> Iterator[str]:
 def readable_pins(repo: Repository, names: Iterable[str] | None = None) -> Iterator[Pin]:
     """Yield all pins, or the pins *names*; raise IntegrityError if a pin is damaged, or if anything else is listed."""
     for name, pin in repo.records.pins(pin_names(repo) if names is None else names):
-        with named(f"pin {name!r}", gives_up=_deletes(name), copy_helps="shows what the pin means there"):
+        with named(f"pin {name!r}", gives_up=_deletes(name), copy_helps="shows what the pin refers to in that copy"):
             if isinstance(pin, LayerstoreError):
                 raise pin
         yield pin

@@ -107,7 +107,7 @@ class GatheredCheck:
 
     def witness(self, source: ObjectSource) -> Witness | None:
         """Return a callback that compares the slices of *source* with gathered tensors; None if there are none."""
-        is_of_rank_0 = source.shard == 0  # rank 0 gathered
+        is_of_rank_0 = source.shard == 0  # rank 0 did the gathering
         # Gathered weights never include moments; where ranks' buffers differ, they include the first rank's.
         if source.kind is Kind.OPTIMIZER or (source.kind is Kind.BUFFERS and not is_of_rank_0):
             return None

@@ -92,7 +92,10 @@ class Training:
             raise InvalidInput(f"layers cannot move by {self.movement}", hint="a share of their length, like 0.004")
         rates = self.bytes_per_second, self.copy_bytes_per_second
         if not (isfinite(self.step_seconds) and self.step_seconds > 0 and min(rates) > 0):
-            raise InvalidInput("step time and write rates must be above 0, and the step time finite")
+            raise InvalidInput(
+                "step time and write rates must be above 0, and the step time finite",
+                hint="--step-seconds, --bandwidth, --copy-rate",
+            )
         Keep(last=self.keep_last, every=self.keep_every)  # raises InvalidInput for invalid rules
         keyframes(self.precision, self.exact_every)  # raises InvalidInput, too
 

@@ -282,7 +282,7 @@ class FetchedObjects(ObjectStore):
 
 
 class _Expected(ObjectStore):
-    """One use of objects: each object is verified once, ahead of its readers, and opened only afterwards."""
+    """A store for one pass over objects: each is verified once, ahead of its readers, and opened only then."""
 
     def __init__(self, objects: FetchedObjects, layout: Layout, files: Files, refs: Iterable[BlobRef]) -> None:
         super().__init__(layout, files)

@@ -75,7 +75,7 @@ def identity_of(bucket: Bucket) -> StoreIdentity | None:
         return None if data is None else StoreIdentity.decode(data, what=f"{bucket.url}/{IDENTITY}")
     except IntegrityError as exc:
         if "path" not in exc.facts:  # an error with a path is about a link, and has its own hint
-            exc.hint = f"layerstore repair --remote {typed(bucket.url)}, run in a store with all of it, puts it back"
+            exc.hint = f"layerstore repair --remote {typed(bucket.url)}, in a store with all commits, puts it back"
         raise
 
 

@@ -49,7 +49,7 @@ class Remote:
             if bucket.listed("commits"):
                 raise IntegrityError(
                     f"{bucket.url} holds commits, but its store.json is missing",
-                    hint=f"layerstore repair --remote {typed(bucket.url)}, run in a store with all of it, puts it back",
+                    hint=f"layerstore repair --remote {typed(bucket.url)}, in a store with all commits, puts it back",
                 )
             raise NoStore(
                 f"there is no store at {bucket.url}",

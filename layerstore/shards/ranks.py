@@ -341,8 +341,8 @@ def buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
 def _fate(before: int, after: int) -> str:
     """Say what happens to values that differ between *before* ranks."""
     if before < after:
-        return f"ranks from {before} on get those of rank 0"
-    return f"those of ranks from {after} on are left out"
+        return f"ranks {before} and up get the values of rank 0"
+    return f"the values of ranks {after} and up are left out"
 
 
 def gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:

@@ -101,7 +101,7 @@ class Hashing:
 def _missing(ref: BlobRef) -> IntegrityError:
     return IntegrityError(
         f"object {ref.id} ({ref.size_bytes} bytes) is missing",
-        hint="ingest the same checkpoint again, or look at layerstore verify",
+        hint="ingest the same checkpoint again; layerstore verify lists what is affected",
         object_id=ref.id,
     )
 

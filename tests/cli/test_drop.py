@@ -62,7 +62,7 @@ def test_undrop_brings_it_back(run: Run, store: Path) -> None:
     assert empty.out == "the trash holds no commit\n"
     assert people[0].split() == ["RUN", "STEP", "COMMIT", "SAVED", "DROPPED"]
     assert people[1].split()[:3] == ["sft", "4", command[-1]]
-    assert people[2] == f"layerstore --store {store} undrop RUN@STEP brings one back, --run RUN all of a run"
+    assert people[2] == f"layerstore --store {store} undrop RUN@STEP brings one back, with --run RUN a whole run"
     assert fields["commit"].startswith(command[-1])
     assert fields["time"] < fields["dropped"]
     assert run(*command[1:]).code == 0

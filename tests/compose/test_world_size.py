@@ -266,8 +266,8 @@ def test_values_that_differ_between_ranks_are_noted(
 
     noted = [[note for note in composite.plan(world_size=size).notes if "different" in note] for size in (1, 3)]
     assert noted == [
-        ["the ranks saved different values of 'mine': those of ranks from 1 on are left out"],
-        ["the ranks saved different values of 'mine': ranks from 2 on get those of rank 0"],
+        ["the ranks saved different values of 'mine': the values of ranks 1 and up are left out"],
+        ["the ranks saved different values of 'mine': ranks 2 and up get the values of rank 0"],
     ]
     assert composite.write(tmp_path / "out", world_size=3).world_size == 3
 

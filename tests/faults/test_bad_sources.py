@@ -298,7 +298,7 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     (_without("optim", "partition_count"), "", SourceCheckpoint),
     (_edited("optim", _shortened(slice(1))), "exp_avg_sq", LayoutMismatch),
     (_edited("optim", _shortened(slice(None))), "exp_avg_sq", LayoutMismatch),
-    (_edited("model", _in_two_sub_groups), "two places", LayoutMismatch),
+    (_edited("model", _in_two_sub_groups), "occurs twice", LayoutMismatch),
 ]
 
 STAGE_2: list[tuple[Callable[[Any], object], str, str, type[LayerstoreError]]] = [

@@ -387,7 +387,7 @@ def test_damage_that_the_second_look_finds_is_told_as_it_is(store: Store, saved:
         collect(collecting, FIRST)
 
     assert "nothing was removed" not in str(caught.value)
-    assert str(caught.value).endswith("; objects that were to go lie aside until a gc succeeds")
+    assert str(caught.value).endswith("; objects due for removal stay aside until a gc succeeds")
     for record, data in new.items():
         record.write_bytes(data)
     collect(store, FIRST)

@@ -166,7 +166,7 @@ def test_history_runs_on_below_the_fork(forked: Repository, ref: str, expected: 
     assert expected == meant(forked, ref)
 
 
-@pytest.mark.parametrize(("step", "hint"), [(900, "sft~1@900 names it"), (1000, "sft~2@1000 names it")])
+@pytest.mark.parametrize(("step", "hint"), [(900, "sft~1@900 refers to it"), (1000, "sft~2@1000 refers to it")])
 def test_a_step_of_an_abandoned_attempt_is_told_as_such(forked: Repository, step: int, hint: str) -> None:
     """A step that only an abandoned attempt holds is not found, and the hint names it."""
     with pytest.raises(NotFound, match=f"sft@{step} belongs to an earlier attempt") as caught:

@@ -184,7 +184,7 @@ class SaveInProgress:
                 )
 
     def _state(self, tx: Transaction, values: Mapping[str, bytes]) -> tuple[BlobRef, dict[str, int | None]]:
-        """Stage the state outside of layers; return its blob, and each layer's count of updates."""
+        """Stage the state that belongs to no layer; return its blob, and each layer's update count."""
         contents = self.plan.contents
         with (
             closing(SourceReader()) as files,

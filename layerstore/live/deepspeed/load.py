@@ -205,7 +205,7 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
     """
     composite = Composite(store.repo, composition)
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
-    # DeepSpeed needs these only under stage 3.
+    # Only under stage 3 does DeepSpeed load whole weights.
     model = Loaded(store, composition, rank=0, world_size=composition.base.world_size, stage=STAGE_3).model()
     weights = {
         name: value.float() if value.is_floating_point() else value

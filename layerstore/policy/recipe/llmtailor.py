@@ -180,7 +180,7 @@ def _only(node: MapNode, key: str, unsupported: tuple[str, ...], *, what: str) -
     as_map(node, what=what, keys=(key, *unsupported))
     for other in unsupported:
         if node.get(other) is not None:
-            raise node.key_spot(other).error(f"{other!r} is not supported: layers come as they are", hint="remove it")
+            raise node.key_spot(other).error(f"{other!r} is not supported: layers stay unchanged", hint="remove it")
     return required(node, key, what=what)
 
 

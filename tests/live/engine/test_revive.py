@@ -81,7 +81,7 @@ def test_other_names_are_refused(name: str) -> None:
     for tree in named:
         places: list[Tree] = [tree, [tree], {"a": (tree,)}, Inert(name="collections.Counter", arguments=(tree,))]
         for place in places:
-            with pytest.raises(Unsupported, match=f"names {name}, which layerstore does not instantiate"):
+            with pytest.raises(Unsupported, match=f"refers to {name}, which layerstore does not instantiate"):
                 revive(place, refuse)
 
 
