@@ -351,7 +351,7 @@ def lose_the_count(state: State) -> None:
     ("change", "message"),
     [
         (lose_a_parameter, "has no tensor 'model.norm.weight', which sft@2 has"),
-        (add_a_parameter, "has a tensor 'model.extra.weight', which sft@2 has not"),
+        (add_a_parameter, "has a tensor 'model.extra.weight', which sft@2 lacks"),
         (reshape, "'model.model.norm.weight' of .* is 17, in sft@2 16"),
         (halve, "'model.model.norm.weight' of .* is bf16, sft@2 keeps fp32"),
         (lose_a_moment, "has no moment 'state.model.norm.weight.exp_avg', which sft@2 has"),
