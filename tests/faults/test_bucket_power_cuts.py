@@ -132,7 +132,7 @@ def _looked_at(scene: Path, folder: Path, name: str, seed: int, most: int | None
     _begin(scene, folder, name)
     facts, chance, noted = facts_of(folder), random.Random(seed), _trace(folder, name, TracedFiles)
     last = len(noted.operations)
-    moments = range(last + 1) if most is None else {last, *chance.choices(range(last + 1), k=most)}
+    moments = range(last + 1) if most is None else {last, *chance.sample(range(last), min(most, last))}
     found = list(images(noted, chance, most=AT_EACH_MOMENT, moments=moments.__contains__))
     if most is not None:
         found = found[-1:] + chance.sample(found[:-1], min(len(found), most) - 1)
