@@ -473,15 +473,14 @@ def _locate(repo: Repository, composition: Composition, lost: str, exc: Integrit
     exc.locate(called if entry is None else f"{entry.layer} of {called}")
     if entry is not None and saved_at(repo, entry.origin) is None:
         [called] = of_base  # the layer has outlived the commit that saved it
-    # A missing object is found without --read-data, but a bucket's hint is the same for missing and damaged ones.
-    option = " --read-data" if "--read-data" in str(exc.hint) else ""
+    option = "" if exc.facts.get("is_missing") else " --read-data"
     # A pin's base may be gone; then no reference can narrow the command.
     narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
     verify = f"layerstore verify{narrow}{option}"
     earlier = earlier_exact(repo, base, entry) if composition.wants_exact else None
     if resumes:
         step = "…" if earlier is None else f"{earlier.step}, exact=True"
-        repair = exc.hint if "--remote" in str(exc.hint) else f"layerstore repair{option} --from COPY"
+        repair = exc.hint if "remote" in exc.facts else f"layerstore repair{option} --from COPY"
         intact = f"layerstore verify{option} names the newest intact one"
         exc.hint = f"resume(…, step={step}) takes an earlier step: {intact}; or {repair}"
         return

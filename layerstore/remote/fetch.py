@@ -118,12 +118,15 @@ class Source:
 
     def damaged(self, ref: BlobRef, problem: Exception) -> IntegrityError:
         """Return the error for *ref*, which the bucket has lost or damaged."""
-        text = str(problem)
+        text, is_missing = str(problem), isinstance(problem, NotFound)
+        option = "" if is_missing else " --read-data"
         return IntegrityError(
             text if text.startswith(self.url) else f"{self.url}: {text}",
-            hint=f"layerstore --store OTHER repair --read-data --remote {typed(self.url)} puts it back, "
+            hint=f"layerstore --store OTHER repair{option} --remote {typed(self.url)} puts it back, "
             "if OTHER has a sound copy",
             object_id=ref.id,
+            is_missing=is_missing,
+            remote=self.url,
         )
 
 

@@ -103,6 +103,7 @@ def _missing(ref: BlobRef) -> IntegrityError:
         f"object {ref.id} ({ref.size_bytes} bytes) is missing",
         hint="ingest the same checkpoint again; layerstore verify lists what is affected",
         object_id=ref.id,
+        is_missing=True,
     )
 
 
