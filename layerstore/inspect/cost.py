@@ -7,11 +7,14 @@ are not counted: how many a push makes depends on what the bucket already holds.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil, gcd, isfinite
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layerstore.errors import InvalidInput
 from layerstore.limits import GC_GRACE_SECONDS, REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
+from layerstore.policy import Keep
+from layerstore.precision import EXACT_EVERY, PrecisionName, keyframes
 
 MONTH_SECONDS = 365.25 * 86400 / 12
 GB = 10**9
@@ -129,6 +132,84 @@ class Timetable:
             return self.saves
         newest = set(range(max(self.saves - self.last, 0), self.saves))
         return len(newest if self.keeper is None else newest | set(range(self.keeper - 1, self.saves, self.keeper)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a model will be trained and saved."""
+
+    _JSON: ClassVar = (
+        "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement "
+        "copy_bytes_per_second keep_last keep_every prices precision exact_every"
+    )
+
+    world_size: int
+    steps: int
+    """Steps in the whole run."""
+    every: int
+    """Steps from one save to the next."""
+    step_seconds: float
+    bytes_per_second: float
+    """The write rate of all ranks together."""
+    copy_bytes_per_second: float
+    """The rate at which one rank copies a save while training is held up."""
+    disk_bytes: int
+    dtype: str = "BF16"
+    """Code of the weights' element type."""
+    trainable: Fraction = Fraction(1)
+    """The fraction of the parameters that is trained; the rest is frozen."""
+    movement: float | None = None
+    """The relative L2 distance that each layer moves from save to save, for policies that measure it."""
+    keep_last: int | None = None
+    """How many of the newest saves are kept; without this and *keep_every*, all are."""
+    keep_every: int | None = None
+    """Saves whose step is a multiple of this are kept."""
+    prices: Prices | None = None
+    precision: PrecisionName = "exact"
+    """The precision of layers between exact saves."""
+    exact_every: int | None = EXACT_EVERY
+    """Every Nth version of a layer is exact; None if only the first is."""
+
+    def __post_init__(self) -> None:
+        if self.steps < self.every:
+            raise InvalidInput(
+                f"a run of {self.steps:,} steps ends before step {self.every:,}, its first save",
+                hint="--steps, --save-every",
+            )
+        if not 0 < self.trainable <= 1:
+            raise InvalidInput(f"the trained share cannot be {self.trainable}", hint="a share like 0.5% or 1")
+        if self.movement is not None and not (isfinite(self.movement) and self.movement >= 0):
+            raise InvalidInput(f"layers cannot move by {self.movement}", hint="a share of their length, like 0.004")
+        rates = self.bytes_per_second, self.copy_bytes_per_second
+        if not (isfinite(self.step_seconds) and self.step_seconds > 0 and min(rates) > 0):
+            raise InvalidInput(
+                "step time and write rates must be above 0, and the step time finite",
+                hint="--step-seconds, --bandwidth, --copy-rate",
+            )
+        Keep(last=self.keep_last, every=self.keep_every)  # raises InvalidInput for invalid rules
+        keyframes(self.precision, self.exact_every)  # raises InvalidInput, too
+
+    @property
+    def saves(self) -> int:
+        """The number of saves in the run."""
+        return self.steps // self.every
+
+    @property
+    def interval_seconds(self) -> float:
+        """The time from one save to the next."""
+        return self.every * self.step_seconds
+
+    @property
+    def timetable(self) -> Timetable:
+        """When training saves, and what it keeps."""
+        return Timetable(
+            run_seconds=self.steps * self.step_seconds,
+            interval_seconds=self.interval_seconds,
+            every=self.every,
+            saves=self.saves,
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
