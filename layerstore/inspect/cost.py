@@ -97,44 +97,6 @@ class SaveGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timetable:
-    """When a run saves, and which saves it keeps."""
-
-    run_seconds: float
-    interval_seconds: float
-    every: int
-    """Steps from save to save."""
-    saves: int
-    keep_last: int | None
-    keep_every: int | None
-    """Steps."""
-
-    @property
-    def has_rules(self) -> bool:
-        """Whether anything is ever removed."""
-        return self.keep_last is not None or self.keep_every is not None
-
-    @property
-    def last(self) -> int:
-        """How many of the newest saves stay; the newest stays under any rule."""
-        return self.keep_last or 1
-
-    @property
-    def keeper(self) -> int | None:
-        """The interval, in saves, at which one save is kept for good; None without such a rule."""
-        # The smallest number of saves after which the step is a multiple of the rule's steps.
-        return None if self.keep_every is None else self.keep_every // gcd(self.keep_every, self.every)
-
-    @property
-    def kept(self) -> int:
-        """How many saves are kept when the run ends."""
-        if not self.has_rules:
-            return self.saves
-        newest = set(range(max(self.saves - self.last, 0), self.saves))
-        return len(newest if self.keeper is None else newest | set(range(self.keeper - 1, self.saves, self.keeper)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """How a model will be trained and saved."""
 
@@ -200,16 +162,9 @@ class Training:
         return self.every * self.step_seconds
 
     @property
-    def timetable(self) -> Timetable:
-        """When training saves, and what it keeps."""
-        return Timetable(
-            run_seconds=self.steps * self.step_seconds,
-            interval_seconds=self.interval_seconds,
-            every=self.every,
-            saves=self.saves,
-            keep_last=self.keep_last,
-            keep_every=self.keep_every,
-        )
+    def has_rules(self) -> bool:
+        """Whether anything is ever removed."""
+        return self.keep_last is not None or self.keep_every is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,19 +178,23 @@ class Stored:
     end_files: int
 
 
-def stored(groups: Sequence[SaveGroup], times: Timetable, *, lingers_seconds: float) -> Stored:
+def stored(groups: Sequence[SaveGroup], training: Training, *, lingers_seconds: float) -> Stored:
     """Return the storage used: each version stays until no kept save has it, plus *lingers_seconds*."""
     byte_seconds, end_bytes, end_files = 0.0, 0, 0
+    run_seconds, interval_seconds = training.steps * training.step_seconds, training.interval_seconds
+    newest = training.keep_last or 1  # the newest save stays under any rule
+    # The smallest number of saves after which the step is a multiple of the rule's steps.
+    keeper = training.keep_every and training.keep_every // gcd(training.keep_every, training.every)
     for group in groups:
-        begins = list(group.saves(times.saves))
-        for begin, end in zip(begins, [*begins, times.saves][1:], strict=True):
+        begins = list(group.saves(training.saves))
+        for begin, end in zip(begins, [*begins, training.saves][1:], strict=True):
             # The rule counts saves from 1, so *begin* + 1 to *end* have this version: it stays if one is a multiple.
-            stays = not times.has_rules or bool(times.keeper and end // times.keeper > begin // times.keeper)
-            # The last save with this version is *end* - 1; *last* saves later, it is no longer among the newest.
-            goes_seconds = (end + times.last) * times.interval_seconds + lingers_seconds
-            until_seconds = times.run_seconds if stays else min(goes_seconds, times.run_seconds)
-            byte_seconds += group.files.size_bytes * (until_seconds - (begin + 1) * times.interval_seconds)
-            if stays or goes_seconds > times.run_seconds:
+            stays = not training.has_rules or bool(keeper and end // keeper > begin // keeper)
+            # The last save with this version is *end* - 1; *newest* saves later, it is no longer among the newest.
+            goes_seconds = (end + newest) * interval_seconds + lingers_seconds
+            until_seconds = run_seconds if stays else min(goes_seconds, run_seconds)
+            byte_seconds += group.files.size_bytes * (until_seconds - (begin + 1) * interval_seconds)
+            if stays or goes_seconds > run_seconds:
                 end_bytes += group.files.size_bytes
                 end_files += group.files.count + group.blobs
     return Stored(byte_seconds=byte_seconds, end_bytes=end_bytes, end_files=end_files)
@@ -252,12 +211,12 @@ def fields_of(use: Stored, prices: Prices | None, *, held_gpu_seconds: float) ->
     return {"held_bytes": use.end_bytes, "cost": cost | {"total": sum(cost.values())}}
 
 
-def stored_by_files(files: FileTotals, times: Timetable) -> Stored:
+def stored_by_files(files: FileTotals, training: Training) -> Stored:
     """Return the storage used by full checkpoints of *files*, assuming that old checkpoints are removed at once."""
-    return stored([SaveGroup(files=files, due=(0,))], times, lingers_seconds=0.0)
+    return stored([SaveGroup(files=files, due=(0,))], training, lingers_seconds=0.0)
 
 
-def stored_by_store(groups: Sequence[SaveGroup], times: Timetable, *, on_disk: bool) -> Stored:
+def stored_by_store(groups: Sequence[SaveGroup], training: Training, *, on_disk: bool) -> Stored:
     """Return the storage used by a store with the objects of *groups*, either *on_disk* or in its remote."""
     lingers_seconds = GC_GRACE_SECONDS if on_disk else REMOTE_GRACE_SECONDS + COLLECTED_SECONDS
-    return stored(groups, times, lingers_seconds=lingers_seconds)
+    return stored(groups, training, lingers_seconds=lingers_seconds)

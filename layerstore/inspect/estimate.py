@@ -90,7 +90,7 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         later = [sum(saved_files[version].size_bytes for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
         groups = [SaveGroup(files=once), *_groups(saved_files, kept[:cycle])]
-        use = stored_by_store(groups, training.timetable, on_disk=training.prices is None)
+        use = stored_by_store(groups, training, on_disk=training.prices is None)
         lines.append(_with_cost(line, use, training, held_seconds=_held_seconds(line, training)))
     # The seconds that one of DeepSpeed's saves holds training up: until it is written.
     seconds = full / training.bytes_per_second
@@ -262,7 +262,7 @@ def _full_line(saved_by: str, full: int, files: FileTotals, training: Training) 
     """Return the line of a run whose saves have *full* bytes and hold training up while they are written."""
     line = _line(saved_by, None, full, [full], training, cycle=1)
     held_seconds = training.saves * line["save_seconds"]
-    return _with_cost(line, stored_by_files(files, training.timetable), training, held_seconds=held_seconds)
+    return _with_cost(line, stored_by_files(files, training), training, held_seconds=held_seconds)
 
 
 def _with_cost(line: dict[str, Any], use: Stored, training: Training, *, held_seconds: float) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def _cost_assumptions(training: Training) -> Iterator[str]:
         "every save goes to a bucket as it is made; storage is paid for until the run ends; requests and traffic "
         "are not counted"
     )
-    if training.timetable.has_rules:
+    if training.has_rules:
         yield (
             f"{LAYERSTORE} collects the bucket every {COLLECTED_SECONDS / 3600:.0f} h, and what no save needs "
             f"stays there for {REMOTE_GRACE_SECONDS / 3600:.0f} h longer; {DEEPSPEED}'s old saves are removed at once"

@@ -49,6 +49,7 @@ from layerstore.slices import Slices, valid_elements
 from layerstore.storage import ObjectStore, Repository
 from tests.bench.generate import generate
 from tests.bench.histories import RUN, build, write_blob
+from tests.bench.totals import saves_kept
 from tests.ranks.exchanges import InTurn
 from tests.unit import samples
 
@@ -247,11 +248,11 @@ class Case:
         """Return what is on a disk when the month ends."""
         files = {(layer, True): of for layer, of in self.files.items()}
         groups = list(_groups(files, kept_exactly(self.due(policy), Keyframes())))
-        return stored(groups, self.training.timetable, lingers_seconds=GC_GRACE_SECONDS)
+        return stored(groups, self.training, lingers_seconds=GC_GRACE_SECONDS)
 
     def files_kept(self, policy: Policy) -> int:
         """Return how many files that is, with states and records."""
-        return self.kept(policy).end_files + (self.ranks + 1) * self.training.timetable.kept
+        return self.kept(policy).end_files + (self.ranks + 1) * saves_kept(self.training)
 
 
 CASES = (
@@ -287,7 +288,7 @@ def a_month() -> Iterator[str]:
                 held = case.kept(policy).end_bytes
             else:
                 files = 2 * case.ranks + 2
-                held, names = line["held_bytes"], files * case.training.timetable.kept
+                held, names = line["held_bytes"], files * saves_kept(case.training)
             cost = line["cost"]
             yield _row(
                 f"{case.title}: {line['policy'] or 'DeepSpeed'}",
@@ -312,7 +313,7 @@ def a_save() -> Iterator[str]:
             each, first = save.of_a_rank(), save.of_the_first()
             due = max(case.due(POLICIES[name]), key=lambda due: sum(case.files[layer].count for layer in due))
             puts = sum(case.files[layer].puts for layer in due) + save.versions + save.ranks + 1
-            collecting = save.collected(kept=case.training.timetable.kept).total()
+            collecting = save.collected(kept=saves_kept(case.training)).total()
             yield _row(
                 f"{case.title}: {name}",
                 _count(save.objects),
@@ -400,7 +401,7 @@ def seconds() -> Iterator[str]:
         made = _Made(case)
         save = case.largest(POLICIES["full"])
         names = save.objects
-        kept = case.training.timetable.kept
+        kept = saves_kept(case.training)
         read_part = partial(unseal_part, made.part, name=made.part_name, store_id=samples.STORE_ID)
         reading_seconds = _cpu(read_part) * case.ranks
         packed = list(map(pack_object, made.block.objects))

@@ -20,6 +20,7 @@ from layerstore.limits import GC_GRACE_SECONDS
 from layerstore.policy import Policy
 from layerstore.precision import Keyframes
 from layerstore.units import size
+from tests.bench.totals import saves_kept
 from tests.docs.pages import DOCS
 
 PAGE = DOCS / "operating" / "sizing.md"
@@ -91,11 +92,11 @@ class Size:
 
     def kept(self, policy: str, rules: Rules) -> tuple[int, int]:
         """Return the bytes and files that a disk has when the run ends, records and states of ranks among the files."""
-        times = replace(self.training, keep_last=rules[0], keep_every=rules[1]).timetable
+        training = replace(self.training, keep_last=rules[0], keep_every=rules[1])
         files = {(layer, True): of for layer, of in self.files.items()}
         groups = _groups(files, kept_exactly(self.due(policy), Keyframes()))
-        found = stored([*groups], times, lingers_seconds=GC_GRACE_SECONDS)
-        return found.end_bytes, found.end_files + (self.ranks + 1) * times.kept
+        found = stored([*groups], training, lingers_seconds=GC_GRACE_SECONDS)
+        return found.end_bytes, found.end_files + (self.ranks + 1) * saves_kept(training)
 
     def files_a_save(self, policy: str) -> float:
         """Return how many files a save adds: objects, versions, a state of each rank, and a record."""

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from layerstore import Keep, Latest
 from layerstore.errors import InvalidInput
 from layerstore.inspect import Prices, Training, estimate_saves, made_up
-from layerstore.inspect.cost import GB, MONTH_SECONDS, FileTotals, SaveGroup, Timetable, stored
+from layerstore.inspect.cost import GB, MONTH_SECONDS, FileTotals, SaveGroup, stored
 from layerstore.limits import MIB, REMOTE_PART_BYTES
 from layerstore.policy import Candidate
 from layerstore.remote import Bucket
+from tests.bench.totals import saves_kept
 from tests.remote.servers import KEY, SECRET
 
 SAVES = 4
@@ -106,14 +107,7 @@ def test_a_version_is_stored_as_long_as_a_kept_save_has_it(
     group = SaveGroup(
         files=FileTotals(3, 7, 3), blobs=1, due=tuple(sorted(at for at in due if at < cycle)), cycle=cycle
     )
-    times = Timetable(
-        run_seconds=float(saves),
-        interval_seconds=1.0,
-        every=every,
-        saves=saves,
-        keep_last=keep_last,
-        keep_every=keep_every,
-    )
+    run = training(steps=saves * every, every=every, step_seconds=1.0, keep_last=keep_last, keep_every=keep_every)
     keep = Keep(last=keep_last, every=keep_every)
     version_of: list[int] = []
     for number in range(saves):
@@ -130,14 +124,14 @@ def test_a_version_is_stored_as_long_as_a_kept_save_has_it(
                 needed[version_of[each]] = number
         kept = sum(bool(each) for each in reasons.values())
 
-    found = stored([group], times, lingers_seconds=float(lingers))
+    found = stored([group], run, lingers_seconds=float(lingers * every))
 
     # A version that is needed at one save and not at the next is stored until that, and the run ends at the last one.
     ends = {version: saves - 1 if until == saves - 1 else until + 1 + lingers for version, until in needed.items()}
-    assert found.byte_seconds == 7 * sum(min(end, saves - 1) - version for version, end in ends.items())
+    assert found.byte_seconds == 7 * every * sum(min(end, saves - 1) - version for version, end in ends.items())
     there = [version for version, end in ends.items() if needed[version] == saves - 1 or end > saves - 1]
     assert (found.end_bytes, found.end_files) == (7 * len(there), 4 * len(there))
-    assert times.kept == kept
+    assert saves_kept(run) == kept
 
 
 def test_full_checkpoints_cost_what_a_calculator_says() -> None:
