@@ -8,11 +8,10 @@ are not counted: how many a push makes depends on what the bucket already holds.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, gcd, isfinite
-from typing import Any, ClassVar, Self
+from math import gcd, isfinite
+from typing import ClassVar, Self
 
 from layerstore.errors import InvalidInput
-from layerstore.limits import GC_GRACE_SECONDS, REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
 from layerstore.policy import Keep
 from layerstore.precision import EXACT_EVERY, PrecisionName, keyframes
 
@@ -56,33 +55,12 @@ class Prices:
 _PRICES = "dollars for a GB-month and a GPU-hour: --price 0.023,2.50"
 
 
-@dataclass(frozen=True, slots=True)
-class FileTotals:
-    """Files that are saved together."""
-
-    count: int = 0
-    size_bytes: int = 0
-    puts: int = 0
-    """Requests that upload them."""
-
-    @classmethod
-    def alike(cls, count: int, size_bytes: int) -> Self:
-        """Return *count* files of *size_bytes* each; those larger than a part are uploaded in parts."""
-        parts = ceil(size_bytes / REMOTE_PART_BYTES)
-        return cls(count, count * size_bytes, count * (parts + 2 if parts > 1 else 1))
-
-    def __add__(self, other: "FileTotals") -> "FileTotals":
-        return FileTotals(self.count + other.count, self.size_bytes + other.size_bytes, self.puts + other.puts)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveGroup:
     """Files that the same saves write, such as the files of layers that are due together."""
 
-    files: FileTotals
+    size_bytes: int
     """What each of these saves writes."""
-    blobs: int = 0
-    """The number of version blobs that refer to the files."""
     due: Sequence[int] = ()
     """The saves' positions in a cycle, from 0. The run's first save, exact and full, is before the first cycle."""
     cycle: int = 1
@@ -175,12 +153,11 @@ class Stored:
     """Summed over the run."""
     end_bytes: int
     """The bytes in use when the run ends."""
-    end_files: int
 
 
 def stored(groups: Sequence[SaveGroup], training: Training, *, lingers_seconds: float) -> Stored:
     """Return the storage used: each version stays until no kept save has it, plus *lingers_seconds*."""
-    byte_seconds, end_bytes, end_files = 0.0, 0, 0
+    byte_seconds, end_bytes = 0.0, 0
     run_seconds, interval_seconds = training.steps * training.step_seconds, training.interval_seconds
     newest = training.keep_last or 1  # the newest save stays under any rule
     # The smallest number of saves after which the step is a multiple of the rule's steps.
@@ -193,30 +170,7 @@ def stored(groups: Sequence[SaveGroup], training: Training, *, lingers_seconds: 
             # The last save with this version is *end* - 1; *newest* saves later, it is no longer among the newest.
             goes_seconds = (end + newest) * interval_seconds + lingers_seconds
             until_seconds = run_seconds if stays else min(goes_seconds, run_seconds)
-            byte_seconds += group.files.size_bytes * (until_seconds - (begin + 1) * interval_seconds)
+            byte_seconds += group.size_bytes * (until_seconds - (begin + 1) * interval_seconds)
             if stays or goes_seconds > run_seconds:
-                end_bytes += group.files.size_bytes
-                end_files += group.files.count + group.blobs
-    return Stored(byte_seconds=byte_seconds, end_bytes=end_bytes, end_files=end_files)
-
-
-def fields_of(use: Stored, prices: Prices | None, *, held_gpu_seconds: float) -> dict[str, Any]:
-    """Return what a run stores, with its cost at *prices*."""
-    if prices is None:
-        return {"held_bytes": use.end_bytes, "cost": None}
-    cost = {
-        "storage": use.byte_seconds / GB / MONTH_SECONDS * prices.gb_month,
-        "held_up": held_gpu_seconds / 3600 * prices.gpu_hour,
-    }
-    return {"held_bytes": use.end_bytes, "cost": cost | {"total": sum(cost.values())}}
-
-
-def stored_by_files(files: FileTotals, training: Training) -> Stored:
-    """Return the storage used by full checkpoints of *files*, assuming that old checkpoints are removed at once."""
-    return stored([SaveGroup(files=files, due=(0,))], training, lingers_seconds=0.0)
-
-
-def stored_by_store(groups: Sequence[SaveGroup], training: Training, *, on_disk: bool) -> Stored:
-    """Return the storage used by a store with the objects of *groups*, either *on_disk* or in its remote."""
-    lingers_seconds = GC_GRACE_SECONDS if on_disk else REMOTE_GRACE_SECONDS + COLLECTED_SECONDS
-    return stored(groups, training, lingers_seconds=lingers_seconds)
+                end_bytes += group.size_bytes
+    return Stored(byte_seconds=byte_seconds, end_bytes=end_bytes)

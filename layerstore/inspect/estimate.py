@@ -13,28 +13,16 @@ from layerstore.coding import CODINGS
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.framing import canonical_order, coded_frame
-from layerstore.inspect.cost import (
-    COLLECTED_SECONDS,
-    FileTotals,
-    SaveGroup,
-    Stored,
-    Training,
-    fields_of,
-    stored_by_files,
-    stored_by_store,
-)
+from layerstore.inspect.cost import COLLECTED_SECONDS, GB, MONTH_SECONDS, SaveGroup, Stored, Training, stored
 from layerstore.inspect.model_shapes import MADE_UP_VOCABULARY, Model
 from layerstore.json_fields import json_fields
-from layerstore.limits import REMOTE_GRACE_SECONDS
+from layerstore.limits import GC_GRACE_SECONDS, REMOTE_GRACE_SECONDS
 from layerstore.model import Kind, StoredTensor
 from layerstore.policy import Policy, Save, anchored, chosen_policy, due_layers
 from layerstore.precision import PRECISIONS, Keyframes, Precision, keyframes
 from layerstore.slices import slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
-
-# Transformers splits the weights that it saves into files of 5 GB.
-_GATHERED_FILE_BYTES = 5 * 10**9
 
 _SAVES_LOOKED_AT = 2_000
 """Enough to see two cycles of a policy; filter's longest cycle has one save per rotating block."""
@@ -64,33 +52,27 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
     shards = _padded(trained, training) * _sharded_bytes(model)
     frozen = _padded([count for _, _, elements in parts for count in elements.values()], training) * weights
     gathered = sum(trained) * weights  # no frozen parameters, as with PEFT
-    files = trained_files(model, training)
-    compact = trained_files(model, training, precision=PRECISIONS[training.precision])
-    saved_files = {
-        **{(layer, True): layer_files for layer, layer_files in files.items()},
-        **{(layer, False): layer_files for layer, layer_files in compact.items()},
+    sizes = trained_bytes(model, training)
+    compact = trained_bytes(model, training, precision=PRECISIONS[training.precision])
+    version_bytes = {
+        **{(layer, True): size_bytes for layer, size_bytes in sizes.items()},
+        **{(layer, False): size_bytes for layer, size_bytes in compact.items()},
     }
     # Frozen weights never change, so the first save writes them and all later ones inherit them.
-    once = sum(
-        (_objects(elements, {"": ""}, training.dtype, training.world_size) for _, _, elements in parts), FileTotals()
-    )
-    sizes = {layer: layer_files.size_bytes for layer, layer_files in files.items()}
-    first = sum(sizes.values()) + once.size_bytes
+    once = sum(_bytes(_objects(elements, {"": ""}, training.dtype, training.world_size)) for _, _, elements in parts)
+    first = sum(sizes.values()) + once
     full = shards + frozen
-    of_trainer = _shard_files(shards, 0, training) + _trainer_files(gathered, training)
-    lines = [
-        _full_line(TRAINER, shards + gathered, of_trainer, training),
-        _full_line(DEEPSPEED, full, _shard_files(shards, frozen, training), training),
-    ]
+    lingers_seconds = GC_GRACE_SECONDS if training.prices is None else REMOTE_GRACE_SECONDS + COLLECTED_SECONDS
+    lines = [_full_line(TRAINER, shards + gathered, training), _full_line(DEEPSPEED, full, training)]
     for name, policy in policies.items():
         due = due_sets(policy, tuple(sizes), movement=training.movement if name in measuring else None, sizes=sizes)
         kept = kept_exactly(due, keyframes(training.precision, training.exact_every))
         cycle = cycle_of(kept)
         # If no cycle shows, all the simulated saves together count as the cycle.
-        later = [sum(saved_files[version].size_bytes for version in save) for save in kept[:cycle]]
+        later = [sum(version_bytes[version] for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
-        groups = [SaveGroup(files=once), *_groups(saved_files, kept[:cycle])]
-        use = stored_by_store(groups, training, on_disk=training.prices is None)
+        groups = [SaveGroup(size_bytes=once), *_groups(version_bytes, kept[:cycle])]
+        use = stored(groups, training, lingers_seconds=lingers_seconds)
         lines.append(_with_cost(line, use, training, held_seconds=_held_seconds(line, training)))
     # The seconds that one of DeepSpeed's saves holds training up: until it is written.
     seconds = full / training.bytes_per_second
@@ -118,20 +100,20 @@ def _parts(model: Model, training: Training) -> Iterator[tuple[str, dict[str, in
         yield layer, trained, {name: count - trained[name] for name, count in elements.items()}
 
 
-def trained_files(
+def trained_bytes(model: Model, training: Training, *, precision: Precision = PRECISIONS["exact"]) -> dict[str, int]:
+    """Return the bytes of each layer's masters and moments on all ranks; each save of the layer writes them anew."""
+    return {layer: _bytes(objects) for layer, objects in trained_objects(model, training, precision=precision)}
+
+
+def trained_objects(
     model: Model, training: Training, *, precision: Precision = PRECISIONS["exact"]
-) -> dict[str, FileTotals]:
-    """Return each layer's objects, of masters and moments on all ranks; each save of the layer writes them anew."""
-    return {
-        layer: _objects(trained, {"": precision.coding(Kind.MASTER, "", "F32")}, "F32", training.world_size)
-        + _objects(
-            trained,
-            {state: precision.coding(Kind.OPTIMIZER, state, "F32") for state in model.states},
-            "F32",
-            training.world_size,
-        )
-        for layer, trained, _ in _parts(model, training)
-    }
+) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Yield each layer with the objects that a save of it writes, as how many there are of a size, and that size."""
+    masters = {"": precision.coding(Kind.MASTER, "", "F32")}
+    moments = {state: precision.coding(Kind.OPTIMIZER, state, "F32") for state in model.states}
+    ranks = training.world_size
+    for layer, trained, _ in _parts(model, training):
+        yield layer, [*_objects(trained, masters, "F32", ranks), *_objects(trained, moments, "F32", ranks)]
 
 
 def _sharded_bytes(model: Model) -> int:
@@ -144,14 +126,23 @@ def _padded(counts: Sequence[int], training: Training) -> int:
     return sum(training.world_size * slice_length(count, training.world_size) for count in counts)
 
 
-def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str, world_size: int) -> FileTotals:
-    """Return a layer's objects of one kind, one for each rank that has a slice; *states* maps states to codings."""
+def _bytes(objects: Iterable[tuple[int, int]]) -> int:
+    return sum(count * size_bytes for count, size_bytes in objects)
+
+
+def _objects(
+    elements: Mapping[str, int], states: Mapping[str, str], dtype: str, world_size: int
+) -> Iterator[tuple[int, int]]:
+    """
+    Yield how many objects of one size a layer has, and that size, for one kind; *states* maps states to codings.
+
+    There is an object for each rank that has a slice.
+    """
     # Ranks with equal slices have equal objects, so sizes change only at these edges.
     edges = {0, world_size}
     for count in filter(None, elements.values()):
         full = count // slice_length(count, world_size)
         edges |= {full, min(full + 1, world_size)}
-    total = FileTotals()
     for rank, end in pairwise(sorted(edges)):
         tensors = [
             StoredTensor(name=name, state=state, dtype=dtype, elements=valid, crc32=0, coding=coding)
@@ -163,21 +154,7 @@ def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str,
             refers = any(tensor.coding and CODINGS[tensor.coding].needs_reference for tensor in tensors)
             # Any id will do: only its length counts in the header.
             framed, _ = coded_frame(canonical_order(tensors), reference="0" * 32 if refers else "")
-            total += FileTotals.alike(end - rank, framed.size_bytes)
-    return total
-
-
-def _shard_files(shards: int, frozen: int, training: Training) -> FileTotals:
-    """Return DeepSpeed's files: two per rank, plus ``latest`` and a script."""
-    ranks = training.world_size
-    return FileTotals.alike(ranks, shards // ranks) + FileTotals.alike(ranks, frozen // ranks) + FileTotals.alike(2, 0)
-
-
-def _trainer_files(gathered: int, training: Training) -> FileTotals:
-    """Return the HF Trainer's files: the weights in files of 5 GB, each rank's random state, and four small files."""
-    count = -(-gathered // _GATHERED_FILE_BYTES)
-    weights = FileTotals.alike(count, gathered // count) if count else FileTotals()
-    return weights + FileTotals.alike(training.world_size + 4, 0)
+            yield end - rank, framed.size_bytes
 
 
 # -- saves ---------------------------------------------------------------------------------------------------------
@@ -258,16 +235,23 @@ def _line(
     }
 
 
-def _full_line(saved_by: str, full: int, files: FileTotals, training: Training) -> dict[str, Any]:
+def _full_line(saved_by: str, full: int, training: Training) -> dict[str, Any]:
     """Return the line of a run whose saves have *full* bytes and hold training up while they are written."""
     line = _line(saved_by, None, full, [full], training, cycle=1)
-    held_seconds = training.saves * line["save_seconds"]
-    return _with_cost(line, stored_by_files(files, training), training, held_seconds=held_seconds)
+    # Old checkpoints are removed at once.
+    use = stored([SaveGroup(size_bytes=full, due=(0,))], training, lingers_seconds=0.0)
+    return _with_cost(line, use, training, held_seconds=training.saves * line["save_seconds"])
 
 
 def _with_cost(line: dict[str, Any], use: Stored, training: Training, *, held_seconds: float) -> dict[str, Any]:
-    fields = fields_of(use, training.prices, held_gpu_seconds=held_seconds * training.world_size)
-    return line | {"held_seconds": held_seconds} | fields
+    line |= {"held_seconds": held_seconds, "held_bytes": use.end_bytes, "cost": None}
+    if training.prices is not None:
+        cost = {
+            "storage": use.byte_seconds / GB / MONTH_SECONDS * training.prices.gb_month,
+            "held_up": held_seconds * training.world_size / 3600 * training.prices.gpu_hour,
+        }
+        line["cost"] = cost | {"total": sum(cost.values())}
+    return line
 
 
 def _held_seconds(line: Mapping[str, Any], training: Training) -> float:
@@ -279,18 +263,18 @@ def _held_seconds(line: Mapping[str, Any], training: Training) -> float:
 
 
 def _groups(
-    files: Mapping[tuple[str, bool], FileTotals], kept: Sequence[frozenset[tuple[str, bool]]]
+    version_bytes: Mapping[tuple[str, bool], int], kept: Sequence[frozenset[tuple[str, bool]]]
 ) -> Iterator[SaveGroup]:
-    """Yield a group for each set of versions in *files* that are always saved together, all exact or all compact."""
+    """Yield a group for each set of versions that are always saved together, all exact or all compact."""
     together: dict[tuple[bool, tuple[int, ...]], list[tuple[str, bool]]] = {}
-    for version in files:
+    for version in version_bytes:
         at = tuple(at for at, save in enumerate(kept) if version in save)
         together.setdefault((version[1], at), []).append(version)
     for (is_exact, at), versions in together.items():
         # A compact version may never be due; an exact one is at least in the first save.
         if is_exact or at:
-            whole = sum((files[version] for version in versions), FileTotals())
-            yield SaveGroup(files=whole, blobs=len(versions), due=at, cycle=len(kept), is_in_first=is_exact)
+            size_bytes = sum(version_bytes[version] for version in versions)
+            yield SaveGroup(size_bytes=size_bytes, due=at, cycle=len(kept), is_in_first=is_exact)
 
 
 def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:

@@ -35,21 +35,19 @@ from layerstore.format import (
 from layerstore.framing import canonical_order, frame
 from layerstore.history import Needs
 from layerstore.inspect import Model, Prices, Training, estimate_saves
-from layerstore.inspect.cost import FileTotals, Stored, stored
-from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
+from layerstore.inspect.estimate import cycle_of, due_sets
 from layerstore.inspect.model_shapes import model_of_shapes
-from layerstore.limits import GC_GRACE_SECONDS, REMOTE_REQUESTS_MAX, VERIFY_CHUNK_BYTES
+from layerstore.limits import REMOTE_REQUESTS_MAX, VERIFY_CHUNK_BYTES
 from layerstore.live.ranks import own_versions, versions_to_load
 from layerstore.live.ranks.own_versions import share_of
 from layerstore.model import BlobRef, Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
 from layerstore.parts import LayerPart, Part
 from layerstore.policy import Policy
-from layerstore.precision import Keyframes
 from layerstore.slices import Slices, valid_elements
 from layerstore.storage import ObjectStore, Repository
 from tests.bench.generate import generate
 from tests.bench.histories import RUN, build, write_blob
-from tests.bench.totals import saves_kept
+from tests.bench.totals import FileTotals, kept_on_disk, saves_kept, trained_files
 from tests.ranks.exchanges import InTurn
 from tests.unit import samples
 
@@ -244,15 +242,9 @@ class Case:
             inherited=len(self.files) - len(due),
         )
 
-    def kept(self, policy: Policy) -> Stored:
-        """Return what is on a disk when the month ends."""
-        files = {(layer, True): of for layer, of in self.files.items()}
-        groups = list(_groups(files, kept_exactly(self.due(policy), Keyframes())))
-        return stored(groups, self.training, lingers_seconds=GC_GRACE_SECONDS)
-
-    def files_kept(self, policy: Policy) -> int:
-        """Return how many files that is, with states and records."""
-        return self.kept(policy).end_files + (self.ranks + 1) * saves_kept(self.training)
+    def kept(self, policy: Policy) -> tuple[int, int]:
+        """Return the bytes and files that are on a disk when the month ends."""
+        return kept_on_disk(self.files, self.due(policy), self.training)
 
 
 CASES = (
@@ -284,8 +276,8 @@ def a_month() -> Iterator[str]:
         for line in found[1:]:
             policy = line["policy"] and POLICIES[line["policy"]]
             if policy:
-                files, names = case.average_files(policy), case.files_kept(policy)
-                held = case.kept(policy).end_bytes
+                files = case.average_files(policy)
+                held, names = case.kept(policy)
             else:
                 files = 2 * case.ranks + 2
                 held, names = line["held_bytes"], files * saves_kept(case.training)

@@ -14,13 +14,10 @@ from typing import Any
 
 from layerstore import Drift, Filter, Latest, Parity
 from layerstore.inspect import Model, Prices, Training, estimate_saves, made_up
-from layerstore.inspect.cost import FileTotals, stored
-from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
-from layerstore.limits import GC_GRACE_SECONDS
+from layerstore.inspect.estimate import cycle_of, due_sets
 from layerstore.policy import Policy
-from layerstore.precision import Keyframes
 from layerstore.units import size
-from tests.bench.totals import saves_kept
+from tests.bench.totals import FileTotals, kept_on_disk, trained_files
 from tests.docs.pages import DOCS
 
 PAGE = DOCS / "operating" / "sizing.md"
@@ -93,10 +90,7 @@ class Size:
     def kept(self, policy: str, rules: Rules) -> tuple[int, int]:
         """Return the bytes and files that a disk has when the run ends, records and states of ranks among the files."""
         training = replace(self.training, keep_last=rules[0], keep_every=rules[1])
-        files = {(layer, True): of for layer, of in self.files.items()}
-        groups = _groups(files, kept_exactly(self.due(policy), Keyframes()))
-        found = stored([*groups], training, lingers_seconds=GC_GRACE_SECONDS)
-        return found.end_bytes, found.end_files + (self.ranks + 1) * saves_kept(training)
+        return kept_on_disk(self.files, self.due(policy), training)
 
     def files_a_save(self, policy: str) -> float:
         """Return how many files a save adds: objects, versions, a state of each rank, and a record."""

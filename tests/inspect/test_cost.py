@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from layerstore import Keep, Latest
 from layerstore.errors import InvalidInput
 from layerstore.inspect import Prices, Training, estimate_saves, made_up
-from layerstore.inspect.cost import GB, MONTH_SECONDS, FileTotals, SaveGroup, stored
+from layerstore.inspect.cost import GB, MONTH_SECONDS, SaveGroup, stored
 from layerstore.limits import MIB, REMOTE_PART_BYTES
 from layerstore.policy import Candidate
 from layerstore.remote import Bucket
-from tests.bench.totals import saves_kept
+from tests.bench.totals import FileTotals, saves_kept
 from tests.remote.servers import KEY, SECRET
 
 SAVES = 4
@@ -104,9 +104,7 @@ def test_a_version_is_stored_as_long_as_a_kept_save_has_it(
     lingers: int,
 ) -> None:
     """As retention itself says after each save, and a while longer."""
-    group = SaveGroup(
-        files=FileTotals(3, 7, 3), blobs=1, due=tuple(sorted(at for at in due if at < cycle)), cycle=cycle
-    )
+    group = SaveGroup(size_bytes=7, due=tuple(sorted(at for at in due if at < cycle)), cycle=cycle)
     run = training(steps=saves * every, every=every, step_seconds=1.0, keep_last=keep_last, keep_every=keep_every)
     keep = Keep(last=keep_last, every=keep_every)
     version_of: list[int] = []
@@ -130,7 +128,7 @@ def test_a_version_is_stored_as_long_as_a_kept_save_has_it(
     ends = {version: saves - 1 if until == saves - 1 else until + 1 + lingers for version, until in needed.items()}
     assert found.byte_seconds == 7 * every * sum(min(end, saves - 1) - version for version, end in ends.items())
     there = [version for version, end in ends.items() if needed[version] == saves - 1 or end > saves - 1]
-    assert (found.end_bytes, found.end_files) == (7 * len(there), 4 * len(there))
+    assert found.end_bytes == 7 * len(there)
     assert saves_kept(run) == kept
 
 

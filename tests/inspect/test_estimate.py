@@ -15,7 +15,7 @@ import layerstore
 from layerstore import Drift, Filter, Keep, Latest, Parity
 from layerstore.errors import InvalidInput, SourceCheckpoint
 from layerstore.inspect import Model, Training, estimate_saves, made_up, model_at, model_of_commit
-from layerstore.inspect.estimate import due_sets, trained_files
+from layerstore.inspect.estimate import due_sets, trained_bytes
 from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.policy import Policy
 from layerstore.precision import PrecisionName
@@ -203,7 +203,7 @@ def test_full_checkpoints_have_the_published_sizes() -> None:
 def test_a_run_and_its_history_are_counted_save_by_save(policy: str, saves: int) -> None:
     """However the length of the run falls on the policy's cycle, and whichever save no longer fits."""
     model = models()[0]
-    sizes = {layer: files.size_bytes for layer, files in trained_files(model, training()).items()}
+    sizes = trained_bytes(model, training())
     due = due_sets(POLICIES[policy], tuple(sizes))
     totals = [sum(sizes.values()), *(sum(sizes[layer] for layer in layers) for layers in due)]
     fills = sum(totals[:saves])
