@@ -145,6 +145,7 @@ class Store:
         Raises:
             SourceCheckpoint: The checkpoint is incomplete, damaged, still changing or untrusted.
             Conflict: Other content was saved for this run and step, and *replace* is False.
+            Overtaken: A collection removed something that was to be reused; repeating the call succeeds.
         """
         from layerstore.ingest import ingest
         from layerstore.ingest_options import IngestOptions
@@ -231,6 +232,11 @@ class Store:
         save; without *saves*, the mean goes back until a save would weigh less than a thousandth of the newest.
         *layers* is a pattern of the layers to average, such as ``model.layers.*``. Everything else, including moments,
         comes from *ref*: by default the last save named in *saves*, otherwise the newest step of the only run.
+
+        Raises:
+            InvalidInput: The arguments do not determine which saves to average, or their weights.
+            NotFound: One of the saves is not in the store.
+            LayoutMismatch: One of the saves lacks a layer.
         """
         from layerstore.compose import average, base_of_mean, compose_latest
         from layerstore.composite import Composite
@@ -259,6 +265,8 @@ class Store:
         Raises:
             InvalidInput: *good* is not before *bad* in one history.
             Conflict: *good* is judged bad, *bad* is judged good, or one of the two cannot be judged.
+            AlreadyExists: *folder* holds something else.
+            Locked: A bisection in *folder* is running in another process.
         """
         from layerstore.bisect import bisect
 
@@ -280,8 +288,11 @@ class Store:
         """
         Return the commits of *run*, or of all runs in order of name, newest step first.
 
-        At most *limit* per run; the page starts after the commit *before*. With *metrics*, which takes longer, each
-        commit includes the metrics of its step, from ``trainer_state.json`` or client_state.
+        At most *limit* per run; the page starts after the commit *before*, an id or its prefix. With *metrics*, which
+        takes longer, each commit includes the metrics of its step, from ``trainer_state.json`` or client_state.
+
+        Raises:
+            NotFound: There is no such run, or no such commit.
         """
         if_empty = (
             "no commits yet: store.ingest(CHECKPOINT, run=RUN) makes one" if before is None else "no older commit"
@@ -337,6 +348,10 @@ class Store:
         Compare the commits *a* and *b*, of one run or of two, layer by layer and kind by kind.
 
         With *stat*, also measure how far the masters moved; objects are verified before they are measured.
+
+        Raises:
+            IntegrityError: A version or, with *stat*, an object to measure is damaged or missing.
+            LayoutMismatch: A version lists slices that its shapes do not have.
         """
         from layerstore.inspect import compare
 
@@ -354,6 +369,9 @@ class Store:
 
         Raises:
             NotFound: Neither commit has the layer.
+            InvalidInput: Its parameters have no column *sort*.
+            IntegrityError: A version or an object to measure is damaged or missing.
+            LayoutMismatch: A version lists slices that its shapes do not have.
         """
         from layerstore.inspect import compare_layer
 
@@ -391,6 +409,8 @@ class Store:
         Raises:
             AlreadyExists: Something other than a report is at *out*.
             NotFound: There is no such run.
+            InvalidInput: No commit has the metric that *keep* uses.
+            Unsupported: Even with one save of each run, the page would be too large.
         """
         from layerstore.inspect import make_report
         from layerstore.policy import chosen_keep
@@ -399,7 +419,13 @@ class Store:
         return make_report(self._repo, path, run=run, keep=chosen_keep(keep), progress=progress or Silent())[0]
 
     def pin(self, name: str, ref: str | None = None) -> Pin:
-        """Pin the commit *ref* as *name*; a pin outlives the commit that it was made from."""
+        """
+        Pin the commit *ref* as *name*; a pin outlives the commit that it was made from.
+
+        Raises:
+            AlreadyExists: The pin exists and refers to something else.
+            Conflict: A run has this name.
+        """
         from layerstore.publish import make_pin
 
         return make_pin(self._repo, name, self._resolved(ref))
@@ -449,6 +475,7 @@ class Store:
 
         Raises:
             NotFound: There is no such commit or run; nothing was changed.
+            InvalidInput: One of *refs* is a pin; nothing was changed.
             IntegrityError: A record of *runs* cannot be read; nothing was changed.
         """
         from layerstore.gc import execute_drop, plan_drop
@@ -488,7 +515,10 @@ class Store:
 
         Raises:
             NotFound: One of *refs* is not in the trash, or the trash holds no commit of one of *runs*.
-            Conflict: Another commit is visible at the step of one of *refs* now, or several of *refs* are at one step.
+            Conflict: Another commit is visible at the step of one of *refs* now, several of *refs* are at one step, or
+                another attempt has taken the number of a commit's attempt.
+            IntegrityError: A record of *runs* in the trash is damaged.
+            Overtaken: An object that one of the commits needs is gone.
         """
         from layerstore.gc import undrop
 
@@ -704,6 +734,9 @@ class Store:
 
         If the remote does not answer, warn and try again. If something cannot be sent, name it in a warning, and send
         everything else.
+
+        Raises:
+            StorageIO: The remote refuses the key, or is full.
         """
         from layerstore.remote import Bucket, follow
 
@@ -730,6 +763,8 @@ class Store:
         Raises:
             NoStore: There is no store at the remote.
             Conflict: The remote belongs to another store.
+            AlreadyExists: A pin refers to something else in this store.
+            IntegrityError: A commit arrived damaged; all others were fetched.
         """
         from layerstore.remote import pull
 

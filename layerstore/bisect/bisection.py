@@ -71,17 +71,7 @@ def bisect(
     has_layers: bool,
     on_trial: Callable[[Trial], None],
 ) -> Bisected:
-    """
-    Find the first bad save after *good* in the history of *bad* and, with *has_layers*, the layers that make it bad.
-
-    Trials are written in *folder*, which also keeps the log; *name* identifies *judge*. *on_trial* gets each new trial.
-
-    Raises:
-        InvalidInput: *good* is not before *bad* in one history.
-        Conflict: *good* is judged bad, or *bad* good, or one of them cannot be judged.
-        AlreadyExists: *folder* holds something else.
-        Locked: A bisection in *folder* is running in another process.
-    """
+    """Find the first bad save after *good* and, with *has_layers*, the layers to blame, as `Store.bisect` describes."""
     ends = [_plain(repo, text) for text in (good, bad)]
     _history(repo, ends[0], ends[1], good, bad)  # refused before anything is written
     question = Question(

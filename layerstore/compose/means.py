@@ -44,13 +44,7 @@ def average(
     """
     Return *composition* with the mean of some saves as its masters.
 
-    *of* is ``last:N`` or references with weights, ``A,B:2``; *ema* is each save's weight relative to the
-    next save's; *layers* is a pattern.
-
-    Raises:
-        InvalidInput: The arguments do not determine which saves to average, or their weights.
-        NotFound: One of the saves is not in the store.
-        LayoutMismatch: One of the saves lacks a layer.
+    *of*, *ema* and *layers* are those of `Store.average`.
     """
     if of is None and ema is None:
         raise InvalidInput("which saves are averaged?", hint="--mean last:10, --mean A,B:2 or --ema 0.9")

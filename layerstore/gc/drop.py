@@ -67,14 +67,7 @@ class DroppedCommit:
 
 
 def plan_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -> tuple[Dropped, ...]:
-    """
-    Return what dropping the commits *refs* and all commits of *runs* together would do; nothing is written.
-
-    Raises:
-        NotFound: There is no such commit or run.
-        InvalidInput: One of *refs* is a pin.
-        IntegrityError: A record of *runs* cannot be read.
-    """
+    """Return what dropping the commits *refs* and all commits of *runs* together would do; nothing is written."""
     commits = [_read(repo, name) for name in _named(repo, refs, runs)]
     going = {commit.id for commit in commits}
     views = {run: repo.catalog.view(run) for run in dict.fromkeys(commit.run for commit in commits)}
@@ -241,14 +234,8 @@ def undrop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -
     """
     Make the commits *refs*, and all commits of *runs* in the trash, visible again.
 
-    For *runs*, each step gets back the commit that was dropped last, unless the step has a commit now. If one commit is
-    refused, none comes back; if the disk fails at a commit, the ones before it are back, and the call can be repeated.
-
-    Raises:
-        NotFound: A commit is not in the trash.
-        IntegrityError: A record of *runs* in the trash is damaged.
-        Conflict: Another commit has taken a commit's step, or another attempt has taken its attempt's number.
-        Overtaken: An object that a commit needs is gone; all commits stay in the trash.
+    If one commit is refused, none comes back; if the disk fails at a commit, the ones before it are back, and the call
+    can be repeated.
     """
     repo.prepare_saving()
     named = _in_trash(repo, refs, runs)

@@ -68,11 +68,6 @@ def ingest(repo: Repository, path: Path, options: IngestOptions, *, progress: Pr
     Store the checkpoint at *path*.
 
     Once this returns, the commit survives a power cut. If it raises, all earlier commits are unchanged.
-
-    Raises:
-        Conflict: Other content was saved for this run and step, and *replace* was not given.
-        SourceCheckpoint: The source is damaged, or changed while it was read.
-        Overtaken: A collection removed something that was to be reused; repeating the command succeeds.
     """
     source = read_source(repo, path, options)
     run, checkpoint, transfer_it = source.run, source.checkpoint, source.transfer

@@ -237,13 +237,7 @@ class ParametersDiff:
 
 
 def compare(repo: Repository, a: Resolved, b: Resolved, *, stat: bool = False, progress: Progress) -> Diff:
-    """
-    Compare *a* with *b*; with *stat*, also measure how far B's masters are from A's.
-
-    Raises:
-        IntegrityError: A version or, with *stat*, an object to measure is damaged or missing.
-        LayoutMismatch: A version lists slices that its shapes do not have.
-    """
+    """Compare *a* with *b*; with *stat*, also measure how far B's masters are from A's."""
     ours = {entry.layer: entry for entry in a.record.layers}
     theirs = {entry.layer: entry for entry in b.record.layers}
     pairs = [(ours.get(layer), theirs.get(layer)) for layer in dict.fromkeys([*ours, *theirs])]
@@ -269,15 +263,7 @@ def _side(repo: Repository, resolved: Resolved) -> DiffSide:
 def compare_layer(
     repo: Repository, a: Resolved, b: Resolved, layer: str, *, sort: str, progress: Progress
 ) -> ParametersDiff:
-    """
-    Compare *layer* in *a* and *b*, parameter by parameter; no tensor is read if both have the same version.
-
-    Raises:
-        NotFound: Neither side has such a layer.
-        InvalidInput: The parameters have no column *sort*.
-        IntegrityError: A version or an object to measure is damaged or missing.
-        LayoutMismatch: A version lists slices that its shapes do not have.
-    """
+    """Compare *layer* in *a* and *b*, parameter by parameter; no tensor is read if both have the same version."""
     sides = _side(repo, a), _side(repo, b)
     before, after = (next((entry for entry in side.record.layers if entry.layer == layer), None) for side in (a, b))
     if before is None and after is None:

@@ -100,16 +100,7 @@ def read_log(
     graph: bool = False,
     metrics: bool = False,
 ) -> LogPage:
-    """
-    Return the visible commits of *run*, or of every run, newest step first within each attempt.
-
-    *limit* is per run. *before* is a commit's id or its prefix: the page starts after that commit, in its run. With
-    *graph*, each attempt is drawn next to the attempt that it forked from, the newest attempt's history first. With
-    *metrics*, entries include metrics.
-
-    Raises:
-        NotFound: There is no such run, or no such commit.
-    """
+    """Return the visible commits of *run*, or of every run, as `Store.log_page` describes."""
     if limit is not None and limit < 1:
         raise InvalidInput(f"a page cannot have {limit} commits", hint="give a limit of 1 or more, or none")
     if run is not None and run not in repo.catalog.runs():

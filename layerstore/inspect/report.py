@@ -66,17 +66,9 @@ def make_report(
     version: str | None = None,
 ) -> tuple[dict[str, Any], bytes]:
     """
-    Return the facts about the whole store, or about *run*; with *keep*, also what gc would do under its rules.
+    Return the facts that `Store.report` describes and, with *out* or *version*, the page that shows them.
 
-    With *out*, also return them as a page, and write it to that file, replacing an older report; with *version*, the
-    page reloads once its server has another version. If the page would be too large, fewer saves are shown. Damaged
-    parts are left out and listed.
-
-    Raises:
-        AlreadyExists: *out* exists and is not a report.
-        NotFound: There is no such run.
-        InvalidInput: No commit has the metric that *keep* uses.
-        Unsupported: Even with one save of each run the page would be too large.
+    With *version*, the page reloads once its server has another version.
     """
     target = None if out is None else checked_file(repo, out, what="a report", begins=BEGINS)
     stats = count_bytes(repo, run=run, progress=progress)

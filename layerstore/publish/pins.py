@@ -41,13 +41,7 @@ def _taken(repo: Repository, name: str, old: CommitRecord) -> AlreadyExists:
 
 
 def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
-    """
-    Pin *resolved* as *name*.
-
-    Raises:
-        AlreadyExists: The pin exists and refers to something else.
-        Conflict: A run has this name.
-    """
+    """Pin *resolved* as *name*."""
     repo.prepare_saving()
     check_pin_name(repo, name)
     new = Pin(
@@ -71,12 +65,7 @@ def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
 
 
 def delete_pin(repo: Repository, name: str) -> bool | None:
-    """
-    Delete the pin *name*; return whether its commit is visible, None if the pin could not be read.
-
-    Raises:
-        NotFound: The pin does not exist.
-    """
+    """Delete the pin *name*; return whether its commit is visible, None if the pin could not be read."""
     repo.prepare_saving()
     shows = shows_pinned(repo, name)  # before the pin is deleted: nothing else records its commit
     repo.records.delete_pin(name)

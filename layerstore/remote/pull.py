@@ -111,11 +111,6 @@ def pull(
     Fetch the commits and pins of *remote* that *repo* lacks: those of *runs*, of all runs, or only *refs*.
 
     *refs* are references in the remote.
-
-    Raises:
-        Conflict: *remote* belongs to another store.
-        AlreadyExists: A pin refers to something else in *repo*.
-        IntegrityError: A commit arrived damaged; all others were fetched.
     """
     theirs = remote.repo.identity.store_id
     if theirs != repo.identity.store_id:

@@ -68,11 +68,6 @@ def push(
     If the remote already has commits or pins, its objects are listed and their sizes compared, and objects that it has
     lost are sent again. Without *compares*, its commits are assumed complete, and only new commits cost requests.
     A pin that refers to something else in the remote is left unchanged, unless *moves_pins* is set.
-
-    Raises:
-        Conflict: The bucket holds another store.
-        AlreadyExists: A pin refers to something else in the remote; everything else was sent.
-        IntegrityError: Something to be sent is damaged or missing locally; everything else was sent.
     """
     made = claim(bucket, repo.identity)
     pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
@@ -93,11 +88,7 @@ def follow(
     """
     Push, then keep pushing new commits until *stop* is set; yield the first result, and later ones that sent something.
 
-    *refs* is called before each push. If the server does not answer, `follow` warns and tries again. Commits that
-    cannot be sent are listed in one warning, and everything else is sent.
-
-    Raises:
-        StorageIO: The server refuses the key, or is full.
+    *refs* is called before each push.
     """
     pushes, is_first, made = _Push(repo, bucket, progress, moves_pins=moves_pins), True, False
     warned = ""
