@@ -36,16 +36,7 @@ from layerstore.cli.exits import (
 )
 from layerstore.cli.help import Command, write_commands, write_options
 from layerstore.cli.options import AsJson
-from layerstore.cli.render import (
-    be_quiet,
-    mark_as_answer,
-    name_store,
-    print_error,
-    print_json,
-    print_line,
-    print_warning,
-    speak_up,
-)
+from layerstore.cli.render import output, print_error, print_json, print_line, print_warning
 from layerstore.cli.shares import is_follower, led, work_for_lead
 from layerstore.cli.usage import store_hint, usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
@@ -140,7 +131,7 @@ _room = [bytearray(4 * MIB)]
 def _if_quiet(value: bool) -> bool:
     """Silence notes if ``--quiet`` was given anywhere."""
     if value:
-        be_quiet()
+        output.is_quiet = True
     return value
 
 
@@ -192,22 +183,22 @@ def layerstore_(
       layerstore compose sft@200 -o resume
     """
     if version:
-        mark_as_answer()
+        output.answers = True
         current = layerstore.__version__
         print_json({"version": current}) if as_json else print_line(f"layerstore {current}")
         raise typer.Exit
     if show_completion is not None:
-        mark_as_answer()
+        output.answers = True
         print_line(script_for(show_completion, context.command))
         raise typer.Exit
     if context.invoked_subcommand is None:
         if as_json:
             context.fail("Missing command.")
-        mark_as_answer()
+        output.answers = True
         print_line(context.get_help())
         raise typer.Exit(EXIT_USAGE)
     if about(context.invoked_subcommand).answers:
-        mark_as_answer()
+        output.answers = True
     if cache is not None:
         size_in_bytes(cache)  # raises if it is not a size
         os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # the cache reads its size only from there
@@ -229,14 +220,14 @@ def command_line() -> Commands:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on *arguments*, the process's own by default; return the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    name_store(store_in(words))
+    output.store = store_in(words)
     if not ANSWERING_OPTIONS.isdisjoint(_options(words)):
-        mark_as_answer()
+        output.answers = True
     try:
         return _main(words)
     finally:
-        name_store(None)
-        speak_up()
+        output.store = None
+        output.is_quiet = output.answers = False
 
 
 def _main(words: list[str]) -> int:

@@ -10,7 +10,7 @@ import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, name_store, print_json, print_line, print_note, shown, with_store
+from layerstore.cli.render import counted, output, print_json, print_line, print_note, shown, with_store
 from layerstore.cli.shares import shares
 
 ABOUT = About("Elsewhere", store=None)
@@ -48,5 +48,5 @@ def clone(
             print_json({"path": str(made.path), "id": made.id, "url": url, "commits": commits, "pins": pins})
             return
         print_line(f"cloned {shown(url)} to {shown(made.path)}: {counted(commits, 'commit')}, {counted(pins, 'pin')}")
-        name_store(str(path))
+        output.store = str(path)
         print_note(with_store("next: layerstore log"))

@@ -8,7 +8,7 @@ import typer
 import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, store_or_nearest
-from layerstore.cli.render import PASTED_WIDTH, counted, name_store, print_json, print_line, print_paragraph, shown
+from layerstore.cli.render import PASTED_WIDTH, counted, output, print_json, print_line, print_paragraph, shown
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_fields
 
@@ -47,7 +47,7 @@ def doctor(
         checks = ", ".join(finding.check for finding in diagnosis.problems)
         full = [finding.hint for finding in diagnosis.problems if finding.check == "space"]
         if path is not None:
-            name_store(str(path))
+            output.store = str(path)
         raise LayerstoreError(
             f"promises cannot be kept at {diagnosis.path}: {checks}",
             hint=full[0] if full else "docs/internals/durability.md lists what a store requires of a filesystem",

@@ -15,7 +15,7 @@ from layerstore.cli.render import (
     Column,
     age,
     counted,
-    mark_as_answer,
+    output,
     print_json,
     print_line,
     print_note,
@@ -135,7 +135,7 @@ def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None, trash_url: str | 
     """Show *plan* and ask; anything but a yes means no, including the end of the input."""
     if not (plan.removed or plan.trimmed or plan.trash.count):
         return True
-    mark_as_answer()  # the user must see the plan before answering, even with --quiet
+    output.answers = True  # the user must see the plan before answering, even with --quiet
     _print_result(plan, is_done=False, pushed_to=pushed_to, trash_url=trash_url)
     sys.stdout.write("Remove them for good? [y/N]: " if trash_url is None else "Remove them? [y/N]: ")
     sys.stdout.flush()

@@ -8,7 +8,7 @@ import typer
 import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
-from layerstore.cli.render import name_store, named_store, print_json, print_line, print_note, shown, with_store
+from layerstore.cli.render import output, print_json, print_line, print_note, shown, with_store
 from layerstore.errors import InvalidInput
 
 ABOUT = About("Save", store=None)
@@ -30,7 +30,7 @@ def init(
       layerstore init /scratch/me/store
       layerstore init s3://checkpoints/team
     """
-    named = named_store()
+    named = output.store
     if path is not None and named is not None and Path(named).absolute() != Path(path).absolute():
         raise InvalidInput(f"two stores were given: {path} and --store {named}", hint="leave one of them out")
     with layerstore.init(path or store or DEFAULT_STORE) as made:
@@ -38,5 +38,5 @@ def init(
             print_json({"path": made.repo.name, "id": made.id})
             return
         print_line(f"created the store {shown(made.repo.name)}, id {made.id}")
-        name_store(path or store)
+        output.store = path or store
         print_note(with_store("next: layerstore ingest CHECKPOINT"))

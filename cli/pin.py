@@ -11,7 +11,7 @@ from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
     Column,
     age,
-    mark_as_answer,
+    output,
     print_json,
     print_line,
     print_note,
@@ -71,7 +71,7 @@ def pin(
         )
     chosen = [name is not None, list_, delete is not None]
     if not any(chosen):
-        mark_as_answer()
+        output.answers = True
     if sum(chosen) > 1:
         raise InvalidInput("pin takes NAME and REF, or --list, or --delete PIN", hint="layerstore pin --help")
     with opened(store) as opened_store:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layerstore.cli.render import draw, is_quiet, print_progress
+from layerstore.cli.render import draw, output, print_progress
 from layerstore.threads import start
 from layerstore.units import size
 
@@ -137,7 +137,7 @@ def _duration(seconds: float) -> str:
 @contextlib.contextmanager
 def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator["Progress"]:
     """Yield the object to which an operation reports its progress."""
-    if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
+    if as_json or output.is_quiet or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         from layerstore.progress import Silent
 
         yield Silent()
@@ -165,7 +165,7 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
 
     Until the next step, the elapsed seconds are shown: in place on a terminal, in a log by a line now and then.
     """
-    if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
+    if as_json or output.is_quiet or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         yield lambda _: None
         return
     is_live, stop, guard, began = sys.stderr.isatty(), threading.Event(), threading.Lock(), [time.monotonic()]

@@ -9,7 +9,7 @@ from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import (
     Column,
-    mark_as_answer,
+    output,
     print_json,
     print_line,
     print_note,
@@ -88,7 +88,7 @@ def _unnamed(store: "Store") -> list[str]:
 
 def _print_remotes(store: "Store", *, as_json: bool) -> None:
     urls = store.remotes.urls()
-    mark_as_answer()
+    output.answers = True
     if as_json:
         print_json({"remotes": [{"name": name, "url": url} for name, url in urls.items()]})
     elif rows := [*urls.items(), *(("-", url) for url in _unnamed(store))]:

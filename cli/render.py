@@ -135,39 +135,20 @@ def lost_in_words(layers: Sequence[str], *, everything: bool) -> str:
 
 
 @dataclass(slots=True)
-class _Output:
+class Output:
     """The output settings of this command."""
 
     is_quiet: bool = False
+    """Whether only answers and errors are printed."""
     answers: bool = False
     """Whether the output answers a question, so that it is never silenced."""
     has_line: bool = False
     """Whether a progress line is on the terminal."""
     store: str | None = None
-    """The store given on the command line, if any."""
+    """The store given on the command line, if any, which suggested commands then name."""
 
 
-_output = _Output()
-
-
-def be_quiet() -> None:
-    """Print answers and errors only, until `speak_up`."""
-    _output.is_quiet = True
-
-
-def speak_up() -> None:
-    """Print everything again, for the next command."""
-    _output.is_quiet = _output.answers = False
-
-
-def is_quiet() -> bool:
-    """Whether notes and progress are silenced."""
-    return _output.is_quiet
-
-
-def mark_as_answer() -> None:
-    """Treat what is printed from now on as the answer, so that ``--quiet`` does not silence it."""
-    _output.answers = True
+output = Output()
 
 
 # -- stdout --------------------------------------------------------------------------------------------------------
@@ -175,13 +156,13 @@ def mark_as_answer() -> None:
 
 def print_line(text: str = "") -> None:
     """Print a line; the caller must have passed foreign text through `shown`."""
-    if _output.answers or not _output.is_quiet:
+    if output.answers or not output.is_quiet:
         _print(text, sys.stdout)
 
 
 def print_note(text: str) -> None:
     """Print a note, such as what to do next; ``--quiet`` silences it."""
-    if not _output.is_quiet:
+    if not output.is_quiet:
         _print(text, sys.stdout)
 
 
@@ -347,23 +328,13 @@ _STORE_OPTION = re.compile(r"(?<!layerstore )--store(?![\w-])")
 _COMMAND = re.compile(r"\blayerstore (?P<command>[a-z]+)\b")
 
 
-def name_store(path: str | None) -> None:
-    """Add the store *path* to suggested commands from now on; None adds nothing."""
-    _output.store = path
-
-
-def named_store() -> str | None:
-    """Return the store that `name_store` was given last, usually from the command line."""
-    return _output.store
-
-
 def with_store(text: str) -> str:
     """
     Return *text* with ``--store`` added to the commands in it, if the running command was given a store.
 
     A store given by URL is in a bucket, so only commands that work on buckets get the option.
     """
-    path = _output.store
+    path = output.store
     if path is None or _STORE_OPTION.search(text):
         return text
     return _COMMAND.sub(lambda match: _command_with_store(match["command"], path) or match[0], text)
@@ -377,7 +348,7 @@ def _command_with_store(command: str, path: str) -> str | None:
 
 def print_aside(text: str) -> None:
     """Print a line that is not part of the answer; ``--quiet`` silences it."""
-    if not _output.is_quiet:
+    if not output.is_quiet:
         _print(shown(text), sys.stderr)
 
 
@@ -395,8 +366,8 @@ def print_progress(line: str) -> None:
 
 def draw(line: str) -> None:
     """Draw *line* over the previous one on a terminal; whatever is printed next overwrites *line*."""
-    if sys.stderr is not None and (line or _output.has_line):
-        _output.has_line = bool(line)
+    if sys.stderr is not None and (line or output.has_line):
+        output.has_line = bool(line)
         width = shutil.get_terminal_size().columns - 1
         sys.stderr.write(f"\r{shown(line)[:width]:<{width}}\r")
         sys.stderr.flush()

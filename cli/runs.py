@@ -11,7 +11,7 @@ from layerstore.cli.render import (
     Column,
     age,
     metric_in_words,
-    named_store,
+    output,
     print_json,
     print_line,
     print_note,
@@ -53,7 +53,7 @@ def runs(
       layerstore runs
       layerstore runs --json
     """
-    named = named_store()
+    named = output.store
     if place is not None and named is not None and place != named:
         raise InvalidInput(f"two stores were given: {place} and --store {named}", hint="leave one of them out")
     with opened(place or store) as opened_store:

@@ -10,7 +10,7 @@ from typer.exceptions import TyperException
 
 from layerstore.cli.commands import COMMANDS, about
 from layerstore.cli.options import DEFAULT_STORE
-from layerstore.cli.render import named_store
+from layerstore.cli.render import output
 from layerstore.errors import LayerstoreError, NoStore
 from layerstore.layers import is_name, typed
 from layerstore.layout import is_url, layout_at
@@ -102,7 +102,7 @@ def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
         return f"name the one inside it: --store {typed(str(problem.facts['inside']))}"
     if not problem.facts.get("can_be_made"):
         return problem.hint
-    if not problem.facts.get("path") and not is_url(named_store() or ""):
+    if not problem.facts.get("path") and not is_url(output.store or ""):
         return problem.hint  # the problem is with a remote: the store was found
     command = next((word for word in words if word in COMMANDS), None)
     makes_one = command is not None and about(command).section in {"Save", "Elsewhere"}

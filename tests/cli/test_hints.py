@@ -10,7 +10,7 @@ import pytest
 
 from layerstore.cli.app import command_line
 from layerstore.cli.commands import COMMANDS
-from layerstore.cli.render import name_store, with_store
+from layerstore.cli.render import output, with_store
 from tests.cli.conftest import Run
 
 
@@ -44,12 +44,12 @@ def test_a_hint_names_the_store_that_was_named(run: Run, checkpoints: Path, tmp_
 def test_suggestions_of_every_command_with_a_store_name_it() -> None:
     """Each says so itself; init and doctor are suggested with a place, estimate with its own option."""
     taking = {name for name in COMMANDS if any(param.name == "store" for param in command_line().load(name).params)}
-    name_store("elsewhere")
+    output.store = "elsewhere"
 
     try:
         named = {name for name in COMMANDS if "elsewhere" in with_store(f"layerstore {name}")}
     finally:
-        name_store(None)
+        output.store = None
 
     assert taking - {"init", "doctor", "estimate"} == named
 
@@ -147,7 +147,7 @@ def test_help_names_arguments_as_users_do(run: Run) -> None:
 def test_what_names_no_store_or_needs_none_stays_as_it_is() -> None:
     """Without the option a hint without it is right; paths and other commands are not commands on a store."""
     assert with_store("layerstore verify") == "layerstore verify"
-    name_store("a")
+    output.store = "a"
     try:
         for text in ("layerstore init DIR", "this layerstore reads", "layerstore log --store b", "~/layerstore logs"):
             assert with_store(text) == text
@@ -156,7 +156,7 @@ def test_what_names_no_store_or_needs_none_stays_as_it_is() -> None:
         )
         assert with_store("layerstore repair --store-id 7") == "layerstore --store a repair --store-id 7"
     finally:
-        name_store(None)
+        output.store = None
 
 
 def test_a_mistyped_remote_is_none_of_the_runs(run: Run, checkpoints: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from layerstore.cli.progress import LINE_SECONDS, Phase, bar_line, progress_line, shown_progress, shown_steps
-from layerstore.cli.render import be_quiet, speak_up
+from layerstore.cli.render import output
 
 
 def _worked(*, as_json: bool = False, seconds: float) -> None:
@@ -62,11 +62,11 @@ def test_who_does_not_want_it_gets_none(
     if why == "LAYERSTORE_NO_PROGRESS":
         monkeypatch.setenv(why, "1")
     if why == "--quiet":
-        be_quiet()
+        output.is_quiet = True
     try:
         _worked(as_json=why == "--json", seconds=0.15)
     finally:
-        speak_up()
+        output.is_quiet = output.answers = False
 
     assert capsys.readouterr().err == ""
 
