@@ -1,8 +1,8 @@
 """
 Bisect: find the first bad save, then the layers that make it bad.
 
-``search`` asks as few questions as it can, ``trials`` turns each question into a folder, ``judges`` judge the folder,
-``trial_log`` keeps the answers so that a search can continue, and ``bisection`` combines these modules.
+``search`` asks as few questions as it can, ``bisection`` turns each question into a folder, ``judges`` judge the
+folder, and ``trial_log`` keeps the answers so that a search can continue.
 """
 
 from layerstore.bisect.bisection import Bisected, bisect

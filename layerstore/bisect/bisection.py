@@ -6,15 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from layerstore.assemble import ExportPlan, Writing, execute_export
 from layerstore.bisect.judges import Judged
 from layerstore.bisect.search import Contradiction, TrialVerdict, bad_together, first_bad, suspect
 from layerstore.bisect.trial_log import OWN, Log, Question, Trial
-from layerstore.bisect.trials import Trials, key_of_export
-from layerstore.compose import Composition, compose_latest
+from layerstore.compose import Composition, compose_latest, naming_damage
 from layerstore.disk import lock
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput
+from layerstore.filenames import SUMMARY
+from layerstore.hashing import digest
+from layerstore.hf import plan_export
 from layerstore.history import Resolved, references_to, resolve, saves_below
 from layerstore.layers import typed
+from layerstore.progress import Silent
 from layerstore.storage import Repository
 
 _SAVES_LATER = 4
@@ -88,7 +92,7 @@ def bisect(
         log = Log(repo.files, folder, question)
         # Use the commits from when the bisection began: the references may resolve to other commits now.
         ends = [resolve(repo, commit) for commit in (log.question.good_commit, log.question.bad_commit)]
-        judging = _Judging(repo, judge, log, Trials(repo, folder, dtype=dtype), on_trial)
+        judging = _Judging(repo, judge, log, folder / "trial", dtype, on_trial)
         try:
             result = _searched(judging, _history(repo, ends[0], ends[1], good, bad), has_layers=has_layers)
         except Conflict:
@@ -96,7 +100,7 @@ def bisect(
             log.discard()
             raise
         finally:
-            judging.trials.end()
+            repo.files.remove_tree(judging.folder)
         log.end(str(result))
         return result
 
@@ -223,25 +227,30 @@ def _layers(first: _Contrast, later: _Contrast) -> tuple[tuple[str, ...] | None,
 
 @dataclass(slots=True)
 class _Judging:
-    """Judges composites, each once."""
+    """Judges composites, each once and as a folder for ``from_pretrained``."""
 
     repo: Repository
     judge: Callable[[Path], Judged]
     log: Log
-    trials: Trials
+    folder: Path
+    """Holds one composite at a time."""
+    dtype: str | None
     on_trial: Callable[[Trial], None]
 
     def verdict(self, composition: Composition, asked: str) -> TrialVerdict:
         """Return the verdict on *composition*, which *asked* describes."""
-        plan = self.trials.plan(composition)
-        key = key_of_export(plan)
-        # Equal weights are judged once, even if they come from another save or an interrupted search.
-        known = next((trial for trial in self.log.trials if trial.key == key), None)
-        if known is not None:
-            return known.verdict
-        started = time.monotonic()
-        written = self.trials.write(plan)
-        judged = self.judge(self.trials.folder)
+        with naming_damage(self.repo, composition):
+            plan = plan_export(self.repo, composition, dtype=self.dtype)
+            key = _key_of_export(plan)
+            # Equal weights are judged once, even if they come from another save or an interrupted search.
+            known = next((trial for trial in self.log.trials if trial.key == key), None)
+            if known is not None:
+                return known.verdict
+            started = time.monotonic()
+            self.repo.files.remove_tree(self.folder)
+            # Not durable: the folder is judged now, and the next trial removes it.
+            written = execute_export(self.repo, plan, self.folder, Writing(durable=False), progress=Silent())
+        judged = self.judge(self.folder)
         if getattr(judged, "verdict", None) not in get_args(TrialVerdict):
             raise InvalidInput(f"the judge returned {judged!r}", hint='a Judged, such as Judged(verdict="bad")')
         trial = Trial(
@@ -256,3 +265,9 @@ class _Judging:
         self.log.add(trial)
         self.on_trial(trial)
         return judged.verdict
+
+
+def _key_of_export(plan: ExportPlan) -> str:
+    """Return a key for what a judge would see: equal for equal folders, whichever saves they come from."""
+    seen = [(file.path, file.size_bytes, file.literals, file.pieces) for file in plan.files if file.path != SUMMARY]
+    return digest(repr(sorted(seen, key=lambda planned: planned[0])).encode()).hex()
