@@ -5,7 +5,7 @@ Each new line starts with a line feed, so a line that a killed process left unfi
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.bisect.search import TrialVerdict
@@ -53,10 +53,7 @@ class Question:
 
     def is_same(self, other: "Question") -> bool:
         """Whether *other* asks the same question, even if its references resolve to other commits now."""
-        return self._words() == other._words()
-
-    def _words(self) -> tuple[object, ...]:
-        return self.good, self.bad, self.judge, self.dtype, self.has_layers
+        return self == replace(other, good_commit=self.good_commit, bad_commit=self.bad_commit)
 
 
 class Log:
