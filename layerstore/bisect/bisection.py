@@ -8,7 +8,7 @@ from typing import get_args
 
 from layerstore.assemble import ExportPlan, Writing, execute_export
 from layerstore.bisect.judges import Judged
-from layerstore.bisect.search import Contradiction, TrialVerdict, bad_together, first_bad, suspect
+from layerstore.bisect.search import TrialVerdict, bad_together, first_bad, suspect
 from layerstore.bisect.trial_log import OWN, Log, Question, Trial
 from layerstore.compose import Composition, compose_latest, naming_damage
 from layerstore.disk import lock
@@ -147,18 +147,24 @@ def _history(repo: Repository, first: Resolved, last: Resolved, good: str, bad: 
 def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> Bisected:
     """Search *row*, whose first save is said to be good and whose last to be bad."""
     names = references_to(judging.repo, [save.record for save in row])
-    try:
-        boundary = first_bad(len(row), lambda index: judging.verdict(compose_latest(row[index]), names[index]))
-    except Contradiction as exc:
-        expected = "good" if exc.index == 0 else "bad"
-        hint = f"choose another {expected.upper()}, or look at what the command prints"
-        if exc.index == 0:
-            hint += (
-                f": does it run? layerstore compose {typed(names[0])} --format hf -o DIR makes a folder to try it with"
-            )
+
+    def judge(index: int) -> TrialVerdict:
+        return judging.verdict(compose_latest(row[index]), names[index])
+
+    # Before anything else: a broken judge may call everything bad.
+    if (verdict := judge(0)) != "good":
         raise Conflict(
-            f"{names[exc.index]} is said to be {expected}, and the command says {exc.verdict}", hint=hint
-        ) from exc
+            f"{names[0]} is said to be good, and the command says {verdict}",
+            hint="choose another GOOD, or look at what the command prints: does it run? "
+            f"layerstore compose {typed(names[0])} --format hf -o DIR makes a folder to try it with",
+        )
+    boundary = first_bad(len(row), judge)
+    # If another save was found to be bad, the last one need not be judged.
+    if boundary.bad == len(row) - 1 and (verdict := judge(boundary.bad)) != "bad":
+        raise Conflict(
+            f"{names[-1]} is said to be bad, and the command says {verdict}",
+            hint="choose another BAD, or look at what the command prints",
+        )
     layers, origin = None, None
     if has_layers:
         later = min(boundary.bad + _SAVES_LATER, len(row) - 1)

@@ -24,28 +24,9 @@ class Boundary:
     """The items between these that could not be judged."""
 
 
-class Contradiction(Exception):
-    """An end of the row is not what it was said to be."""
-
-    def __init__(self, index: int, verdict: TrialVerdict) -> None:
-        super().__init__(index, verdict)
-        self.index = index
-        self.verdict = verdict
-
-
 def first_bad(count: int, judge: Callable[[int], TrialVerdict]) -> Boundary:
-    """
-    Return where a row of *count* items turns bad: the first is said to be good, the last to be bad.
-
-    The first is judged before anything else: a broken judge may call everything bad. The last is judged only if no
-    other item is found to be bad.
-
-    Raises:
-        Contradiction: The first or the last item is not what it is said to be.
-    """
+    """Return where a row of *count* items, whose first is good and whose last is bad, turns bad."""
     good, bad = 0, count - 1
-    if (verdict := judge(good)) != "good":
-        raise Contradiction(good, verdict)
     skipped: set[int] = set()
     while between := [index for index in range(good + 1, bad) if index not in skipped]:
         middle = between[len(between) // 2]
@@ -56,8 +37,6 @@ def first_bad(count: int, judge: Callable[[int], TrialVerdict]) -> Boundary:
             bad = middle
         else:
             skipped.add(middle)
-    if bad == count - 1 and (verdict := judge(bad)) != "bad":
-        raise Contradiction(bad, verdict)
     return Boundary(good=good, bad=bad, skipped=tuple(sorted(index for index in skipped if good < index < bad)))
 
 

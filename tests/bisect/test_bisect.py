@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.bisect import Judged, Trial, command_judge
+from layerstore.bisect import Judged, Trial, TrialVerdict, command_judge
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, Locked
 from tests.unit.checkpoints import checkpoint, snapshot
 
@@ -129,13 +129,27 @@ def test_saves_that_are_not_one_history_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("always", "says"),
-    [("bad", "sft@1 is said to be good, and the command says bad"), ("good", "sft@8 is said to be bad")],
+    ("always", "says", "asked"),
+    [
+        ("bad", "sft@1 is said to be good, and the command says bad", ["sft@1"]),
+        ("good", "sft@8 is said to be bad", ["sft@1", "sft@5", "sft@7", "sft@8"]),
+    ],
 )
-def test_a_good_that_is_bad_is_told(store: Store, tmp_path: Path, always: str, says: str) -> None:
-    """In one line."""
+def test_a_good_that_is_bad_is_told(
+    store: Store, tmp_path: Path, always: TrialVerdict, says: str, asked: list[str]
+) -> None:
+    """In one line; a first that is not good before anything else is asked, and a last that is not bad at the end."""
+    told: list[Trial] = []
     with pytest.raises(Conflict, match=says):
-        store.bisect("sft@1", "sft@8", lambda _: Judged(verdict=always), name="judge", folder=tmp_path / "b")  # type: ignore[arg-type]
+        store.bisect(
+            "sft@1",
+            "sft@8",
+            lambda _: Judged(verdict=always),
+            name="judge",
+            folder=tmp_path / "b",
+            on_trial=told.append,
+        )
+    assert [trial.asked for trial in told] == asked
 
 
 def test_trials_are_what_an_export_is(store: Store, tmp_path: Path) -> None:
