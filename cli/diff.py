@@ -1,6 +1,7 @@
 """``layerstore diff``: compare two commits."""
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -72,7 +73,8 @@ def diff(
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         if layer is not None:
             of_layer = opened_store.diff_layer(a, b, layer, sort=sort or "name", progress=progress)
-            _show_layer(of_layer, as_json=as_json)
+            _warn_of_layer(of_layer)
+            print_json(json_fields(of_layer)) if as_json else _print_layer(of_layer)
             return
         difference = opened_store.diff(a, b, stat=stat, progress=progress)
     _warn(difference)
@@ -114,16 +116,13 @@ def _print_result(difference: "Diff", *, stat: bool) -> None:
     print_table(columns, (_row(layer, kinds, stat=stat) for layer in difference.layers))
     print_line()
     print_paragraph(_total(difference), indent=2)
-    print_paragraph(f"other state (RNG, scheduler, counters, files): {_sameness(difference.same_state)}", indent=2)
+    other_state = "same" if difference.same_state else "changed"
+    print_paragraph(f"other state (RNG, scheduler, counters, files): {other_state}", indent=2)
     if not stat and any(kind.status == "re-sliced" for layer in difference.layers for kind in layer.kinds.values()):
         ours, theirs = (
             f"{counted(side.world_size, 'rank')} of stage {side.stage}" for side in (difference.a, difference.b)
         )
         print_line(f"re-sliced: {ours} in a, {theirs} in b; --stat compares the numbers")
-
-
-def _sameness(is_same: bool) -> str:
-    return "same" if is_same else "changed"
 
 
 def _side(side: "DiffSide") -> str:
@@ -158,20 +157,11 @@ def _in_column(number: float) -> str:
 
 
 def _total(difference: "Diff") -> str:
-    parts = [
-        f"{difference.count('same')} same",
-        f"{difference.count('changed')} changed",
-        *(
-            [f"{difference.count('only in a')} only in a ({size(difference.bytes_only_a)})"]
-            if difference.count("only in a")
-            else []
-        ),
-        *(
-            [f"{difference.count('only in b')} only in b ({size(difference.bytes_only_b)})"]
-            if difference.count("only in b")
-            else []
-        ),
-    ]
+    counts = Counter[str](layer.status for layer in difference.layers)
+    parts = [f"{counts[status]} {status}" for status in ("same", "changed")]
+    for status, bytes_only in (("only in a", difference.bytes_only_a), ("only in b", difference.bytes_only_b)):
+        if counts[status]:
+            parts.append(f"{counts[status]} {status} ({size(bytes_only)})")
     return (
         f"{counted(len(difference.layers), 'layer')}: {', '.join(parts)}; "
         f"{size(difference.bytes_same)} same, {size(difference.bytes_changed)} changed"
@@ -193,14 +183,6 @@ def _fields(difference: "Diff", *, stat: bool) -> dict[str, object]:
 
 
 # -- one layer -----------------------------------------------------------------------------------------------------
-
-
-def _show_layer(difference: "ParametersDiff", *, as_json: bool) -> None:
-    _warn_of_layer(difference)
-    if as_json:
-        print_json(json_fields(difference))
-    else:
-        _print_layer(difference)
 
 
 def _warn_of_layer(difference: "ParametersDiff") -> None:
