@@ -16,6 +16,9 @@ from layerstore.storage import Repository
 
 _SUFFIX = ".jsonl"
 
+# No save takes longer than this.
+_SECONDS_MAX = 1e9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTiming:
@@ -82,8 +85,13 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 def _timing(line: bytes) -> SaveTiming | None:
     try:
         values: Any = {"commit": "", "precision": "exact", **parse_json(line)}  # older savers omit these two
-        if not (isinstance(values["attempt"], int) and isinstance(values["step"], int)):
-            return None  # timings are keyed by these two
+        visible = values["visible_seconds"]
+        seconds = values["blocked_seconds"], values["durable_seconds"], 0.0 if visible is None else visible
+        # Timings are keyed by the attempt and the step; the rest of these is calculated with.
+        if not all(type(values[name]) is int for name in ("attempt", "step", "copied_bytes")):
+            return None
+        if not all(type(value) in {int, float} and 0 <= value < _SECONDS_MAX for value in seconds):
+            return None
         return SaveTiming(**{field.name: values[field.name] for field in fields(SaveTiming)})
     except (ValueError, KeyError, TypeError):
         return None

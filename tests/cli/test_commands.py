@@ -1,12 +1,15 @@
 """Each command does its work, and says what it did to people and to programs."""
 
+import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import layerstore
+from layerstore.publish import SaveTiming
 from tests.cli.conftest import Run
 from tests.faults.harness import flip, object_of
 from tests.generated import generate
@@ -451,6 +454,25 @@ def test_a_save_that_nobody_timed_is_said_to_be(run: Run, store: Path) -> None:
     assert [line.split()[-3:] for line in (newer, older)] == [["-", "-", "-"]] * 2
     assert why == "-: not measured; only saves made with attach() are timed"
     assert why not in quiet.out
+
+
+@pytest.mark.parametrize("edited", ["blocked_seconds", "durable_seconds", "visible_seconds", "copied_bytes"])
+def test_a_timing_that_somebody_edited_is_none(run: Run, store: Path, edited: str) -> None:
+    """A text is no number of seconds or bytes: the save is as one that nobody timed."""
+    timing = SaveTiming(
+        run="sft", attempt=1, step=4, save_number=1, blocked_seconds=0.1, durable_seconds=1.0, visible_seconds=1.0,
+        copied_bytes=1, written_bytes=1, layers_saved=1, layers=2, queued=0, failure="",
+    )  # fmt: skip
+    path = store / "stats" / "sft" / "0.jsonl"
+    path.parent.mkdir(parents=True)
+
+    path.write_text(json.dumps(asdict(timing)))
+    sound = run("log", "--timing", "--store", store)
+    path.write_text(json.dumps(asdict(timing) | {edited: "0.1"}))
+    unsound = run("log", "--timing", "--store", store)
+
+    assert sound.out.splitlines()[1].endswith(" 100.0 ms   1.00 s     1 B")
+    assert (unsound.code, unsound.out.splitlines()[1].split()[-3:]) == (0, ["-", "-", "-"])
 
 
 def test_compose_says_at_which_step_a_mixture_resumes(run: Run, store: Path) -> None:

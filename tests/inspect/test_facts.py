@@ -350,7 +350,7 @@ def test_a_single_point_is_a_curve(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_line_of_timings_that_somebody_else_wrote_harms_nothing(drifting: Path) -> None:
-    """Texts, infinities and huge numbers in place of seconds are not seconds."""
+    """A line with texts, infinities or huge numbers in place of seconds is no timing."""
     with layerstore.open(drifting) as store:
         [path] = (store.path / "stats" / "drift").iterdir()
         before = path.read_bytes()
@@ -360,8 +360,8 @@ def test_a_line_of_timings_that_somebody_else_wrote_harms_nothing(drifting: Path
             assert first != line
             path.write_text(first + "\n")
             [run] = store.report(run="drift")["runs"]
-            assert run["timings"]["blocked"] is None
-            assert run["saves"]["timing"][0][0] is None
+            assert run["timings"] is None
+            assert run["saves"]["timing"][0] is None
         path.write_bytes(before)
 
 
