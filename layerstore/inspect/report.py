@@ -75,7 +75,20 @@ def make_report(
     while True:
         progress.start("records", sum(len(view.visible) for view in shown))
         problems = list(stats.left_out)
-        runs = _runs(repo, shown, fates=fates, pins=pins, facts_bytes=facts_bytes, problems=problems, progress=progress)
+        room, curve_bytes = rooms(shown, facts_bytes), facts_bytes // _CURVES_SHARE // max(1, len(shown))
+        runs = [
+            _run(
+                repo,
+                view,
+                fates=fates,
+                pins=pins,
+                room=room[view.run],
+                curve_bytes=curve_bytes,
+                problems=problems,
+                progress=progress,
+            )
+            for view in shown
+        ]
         pinned = pins_of(repo, run, runs, problems)
         facts = {
             "store": str(repo.layout.root),
@@ -116,33 +129,6 @@ def _figures(fields: dict[str, Any]) -> dict[str, object]:
 
 
 # -- one run -------------------------------------------------------------------------------------------------------
-
-
-def _runs(
-    repo: Repository,
-    shown: Sequence[RunView],
-    *,
-    fates: Mapping[str, CommitFate],
-    pins: Mapping[str, list[str]],
-    facts_bytes: int,
-    problems: list[str],
-    progress: Progress,
-) -> list[dict[str, Any]]:
-    """Return the facts about the runs *shown*, in about *facts_bytes*; add to *problems* what cannot be read."""
-    room, curve_bytes = rooms(shown, facts_bytes), facts_bytes // _CURVES_SHARE // max(1, len(shown))
-    return [
-        _run(
-            repo,
-            view,
-            fates=fates,
-            pins=pins,
-            room=room[view.run],
-            curve_bytes=curve_bytes,
-            problems=problems,
-            progress=progress,
-        )
-        for view in shown
-    ]
 
 
 def _run(
