@@ -13,7 +13,6 @@ from layerstore.cli.render import (
     Column,
     age,
     counted,
-    metric_in_words,
     print_json,
     print_note,
     print_rows,
@@ -212,7 +211,7 @@ def _print_lines(
 def _metric(name: str, entry: "LogEntry") -> str:
     if entry.metrics is None:
         return "?"
-    return metric_in_words(entry.metrics[name]) if name in entry.metrics else "-"
+    return f"{entry.metrics[name]:.6g}" if name in entry.metrics else "-"
 
 
 def _what_commits_hold(entries: list["LogEntry"], remotes: dict[str, str]) -> "dict[Column, Callable[[LogEntry], str]]":

@@ -116,16 +116,6 @@ def some(names: Sequence[str], *, limit: int = 8) -> str:
     return f"{', '.join(names[:limit])}{more}"
 
 
-def metric_in_words(value: float) -> str:
-    """
-    Return what training measured, with six digits.
-
-    >>> metric_in_words(2.3), metric_in_words(5e-05)
-    ('2.3', '5e-05')
-    """
-    return f"{value:.6g}"
-
-
 def lost_in_words(layers: Sequence[str], *, everything: bool) -> str:
     """Return in words what a commit loses to damage."""
     return "all of it" if everything else f"{counted(len(layers), 'layer')}, {some(layers, limit=4)}"

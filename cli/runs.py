@@ -10,7 +10,6 @@ from layerstore.cli.remote import remote_names
 from layerstore.cli.render import (
     Column,
     age,
-    metric_in_words,
     output,
     print_json,
     print_line,
@@ -128,4 +127,4 @@ def _metric(line: "RunLine") -> str:
     """Return eval_loss or loss of the newest save; otherwise, its first metric by name."""
     metrics = line.metrics or {}
     name = next((name for name in (*_METRICS, *sorted(metrics)) if name in metrics), None)
-    return "-" if name is None else f"{name} {metric_in_words(metrics[name])}"
+    return "-" if name is None else f"{name} {metrics[name]:.6g}"

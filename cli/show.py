@@ -9,7 +9,6 @@ from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
     Column,
     age,
-    metric_in_words,
     print_facts,
     print_json,
     print_line,
@@ -109,7 +108,7 @@ def _worst_error(view: "CommitView") -> str:
 def _metrics(view: "CommitView") -> str:
     if view.metrics is None:
         return "cannot be read; layerstore verify says what is damaged"
-    return some([f"{name} {metric_in_words(value)}" for name, value in view.metrics.items()])
+    return some([f"{name} {value:.6g}" for name, value in view.metrics.items()])
 
 
 def _is_usual(view: "CommitView") -> bool:
