@@ -1,5 +1,6 @@
 """``layerstore runs``: a line for each run."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +16,7 @@ from layerstore.cli.render import (
     print_line,
     print_note,
     print_paragraph,
-    print_table,
+    print_rows,
     shown,
     some,
     with_store,
@@ -73,39 +74,22 @@ def runs(
 
 
 def _print_result(lines: list["RunLine"], names: dict[str, str]) -> None:
-    is_compact, is_pushed, is_measured = (
-        any(line.precision not in {"exact", None} for line in lines),
-        any(line.pushed for line in lines),
-        any(line.metrics for line in lines),
-    )
-    columns = [
-        Column("RUN", folds=True),
-        Column("STEP", "right"),
-        Column("SAVED"),
-        Column("SAVES", "right", drops=3),
-        Column("SIZE", "right", drops=2),
-        *([Column("PRECISION", drops=4)] if is_compact else []),
-        Column("POLICY", drops=5),
-        *([Column("PUSHED", folds=True, drops=1)] if is_pushed else []),
-        *([Column("METRIC", "right", drops=6)] if is_measured else []),
-        Column("HEALTH"),
-    ]
-    rows = (
-        [
-            line.run,
-            "-" if line.step is None else str(line.step),
-            "-" if line.time_ns is None else age(line.time_ns),
-            f"{line.saves:,}",
-            "-" if line.size_bytes is None else size(line.size_bytes),
-            *([line.precision or "-"] if is_compact else []),
-            line.policy or "-",
-            *([_pushed(line, names)] if is_pushed else []),
-            *([_metric(line)] if is_measured else []),
-            "ok" if line.is_healthy else "problem",
-        ]
-        for line in lines
-    )
-    print_table(columns, rows)
+    columns: dict[Column, Callable[[RunLine], str]] = {
+        Column("RUN", folds=True): lambda line: line.run,
+        Column("STEP", "right"): lambda line: "-" if line.step is None else str(line.step),
+        Column("SAVED"): lambda line: "-" if line.time_ns is None else age(line.time_ns),
+        Column("SAVES", "right", drops=3): lambda line: f"{line.saves:,}",
+        Column("SIZE", "right", drops=2): lambda line: "-" if line.size_bytes is None else size(line.size_bytes),
+    }
+    if any(line.precision not in {"exact", None} for line in lines):
+        columns[Column("PRECISION", drops=4)] = lambda line: line.precision or "-"
+    columns[Column("POLICY", drops=5)] = lambda line: line.policy or "-"
+    if any(line.pushed for line in lines):
+        columns[Column("PUSHED", folds=True, drops=1)] = lambda line: _pushed(line, names)
+    if any(line.metrics for line in lines):
+        columns[Column("METRIC", "right", drops=6)] = _metric
+    columns[Column("HEALTH")] = lambda line: "ok" if line.is_healthy else "problem"
+    print_rows(columns, lines)
     if not all(line.is_healthy for line in lines):
         print_line()
     for line in lines:
