@@ -114,16 +114,12 @@ class SaveHistory:
         observed = Observed(time_ns=self._base.time_ns, bytes_new=0, bytes_reused=0)
         base = row_of(Commit(id=CommitId(self._base.commit), record=record, observed=observed))
         number = record.save_number if view is None else view.number_at(record.attempt, record.step, default=base)
-        for row in [base] if view is None else self._with_older(base, view):
+        older = () if view is None else saves_below(view, attempt=base.attempt, step=base.step)
+        for row in chain([base], older):
             # Before the yield, because the caller then asks about the save by its position.
             self._seen.append(row)
             yield row._replace(save_number=number)
             number -= 1
-
-    @staticmethod
-    def _with_older(base: RecordRow, view: RunView) -> Iterator[RecordRow]:
-        yield base
-        yield from saves_below(view, attempt=base.attempt, step=base.step)
 
     def decided(self, position: int, policy: Policy) -> frozenset[str] | None:
         """Return what *policy* chose at the save at *position*; None if that save was full, or used another policy."""
