@@ -164,7 +164,7 @@ def _in_code(match: re.Match[str]) -> str:
 
 def errors_page() -> str:
     """Return the tree of exceptions, and what each of them has."""
-    drawing = inspect.cleandoc(errors.__doc__ or "").partition("\n\n")[2].partition("\n\nBranches")[0]
+    _, drawing, *_ = inspect.cleandoc(errors.__doc__ or "").split("\n\n")
     return f"""\
 # Errors
 
