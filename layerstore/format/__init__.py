@@ -20,7 +20,6 @@ from layerstore.format.records import (
     seal_pin,
     stated_store,
     unseal_commit,
-    unseal_entries,
     unseal_part,
     unseal_pin,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "to_plain",
     "unpack",
     "unseal_commit",
-    "unseal_entries",
     "unseal_part",
     "unseal_pin",
 ]

@@ -20,7 +20,7 @@ As in PNG, the line-ending bytes in the magic reveal a transfer in text mode.
 """
 
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 from layerstore.coding import CODINGS
@@ -45,7 +45,6 @@ from layerstore.model import (
     Commit,
     CommitId,
     CommitRecord,
-    LayerEntry,
     LayerVersion,
     ObjectId,
     Observed,
@@ -177,43 +176,6 @@ def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
         record=from_plain(CommitRecord, body, what=name),
         observed=from_plain(Observed, payload["observed"], what=name),
     )
-
-
-def unseal_entries(
-    data: bytes, *, name: str, store_id: str, layers: Collection[str]
-) -> tuple[tuple[Plain, Plain, CommitId], dict[str, LayerEntry]]:
-    """
-    Return run, step and id of the commit whose file is named *name*, and its entries for *layers*.
-
-    Builds only these entries: a composite takes a few layers from each of many commits. Canonical form was checked when
-    the file was first read in full; the id, which the caller compares, proves that the file is unchanged.
-    """
-    packed = unseal(data, name=name, store_id=store_id)
-    known = unpack(packed, what=name, containers_max=RECORD_CONTAINERS_MAX, is_canonical=True)
-    payload = _fields_of(known, name, "body", "observed")
-    body = payload["body"]
-    _check_flags(body, name)
-    if not isinstance(body, dict) or not isinstance(plain := body.get("layers"), list):
-        raise IntegrityError(f"{name} holds no layers", path=name)
-    entries = {}
-    for item in plain:
-        layer = item.get("layer") if isinstance(item, dict) else None
-        if not isinstance(layer, str) or layer in layers:  # from_plain reports an entry without a name
-            entry = from_plain(LayerEntry, item, what=name)
-            entries[entry.layer] = entry
-    return (body.get("run"), body.get("step"), _id_within(packed, payload["observed"], name)), entries
-
-
-# In msgpack: the head of a map of two entries with its first key, and the second key.
-_BEFORE_BODY, _AFTER_BODY = b"\x82\xa4body", b"\xa8observed"
-
-
-def _id_within(packed: bytes, observed: Plain, name: str) -> CommitId:
-    """Return the id of the body in *packed*, a map of two with the body first, without decoding it."""
-    tail = _AFTER_BODY + pack_again(observed)
-    if not (packed.startswith(_BEFORE_BODY) and packed.endswith(tail)):
-        raise IntegrityError(f"{name} is not in canonical form", path=name)
-    return CommitId(digest(packed[len(_BEFORE_BODY) : -len(tail)]).hex())
 
 
 # -- pins and parts ------------------------------------------------------------------------------------------------
@@ -403,10 +365,7 @@ def _check_blob(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Non
 
 def _payload(data: bytes, name: str, store_id: str, *expected: str) -> dict[str, Plain]:
     packed = unseal(data, name=name, store_id=store_id)
-    return _fields_of(unpack(packed, what=name, containers_max=RECORD_CONTAINERS_MAX), name, *expected)
-
-
-def _fields_of(payload: Plain, name: str, *expected: str) -> dict[str, Plain]:
+    payload = unpack(packed, what=name, containers_max=RECORD_CONTAINERS_MAX)
     if not isinstance(payload, dict) or payload.keys() != set(expected):
         raise IntegrityError(f"{name} does not hold {' and '.join(expected)}", path=name)
     return payload

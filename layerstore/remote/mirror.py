@@ -11,7 +11,7 @@ import contextlib
 import errno as errnos
 import mmap
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ from layerstore.hashing import object_id
 from layerstore.layers import is_name, typed
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
-from layerstore.model import BlobRef, Commit, LayerEntry, ObjectId, Pin, StoredObject
+from layerstore.model import BlobRef, Commit, ObjectId, Pin, StoredObject
 from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, in_parallel
 from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, make_room, trim
 from layerstore.remote.fetch import FetchedObjects, Source
@@ -213,10 +213,6 @@ class MirroredRecords(RecordStore):
     def read(self, name: RecordName) -> Commit:
         """Return the commit *name*, checked; raises IntegrityError if it is damaged in the bucket, or gone."""
         return self._read_twice(self._path(name), lambda: super(MirroredRecords, self).read(name))
-
-    def read_entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
-        """Return the checked entries of the commit *name* for *layers*; raises as `read` does."""
-        return self._read_twice(self._path(name), lambda: super(MirroredRecords, self).read_entries(name, layers))
 
     def read_pin(self, name: str) -> Pin:
         """Return the pin *name*, checked; raises NotFound if it does not exist, and IntegrityError as `read` does."""

@@ -322,17 +322,6 @@ class Catalog:
         with self._reporting_removal(name):
             return self._records.read(name)
 
-    def entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
-        """
-        Return the entries of *layers* in the row of the commit *name*; ``check`` compares them with the record.
-
-        Raises as ``commit`` does.
-        """
-        if name.run not in self._known:
-            self.find(name.run)
-        row = self._known[name.run].rows.get(name.file_name) or row_of(self.commit(name))
-        return row.entries(layers)
-
     def check(self, name: RecordName, entries: Collection[LayerEntry]) -> None:
         """
         Read and check the record *name*, and make sure that its layers have *entries*.
@@ -341,8 +330,7 @@ class Catalog:
             IntegrityError: The record is damaged, or has different entries.
             NotFound: The record was removed after it was found, for example by a collection.
         """
-        with self._reporting_removal(name):
-            actual = self._records.read_entries(name, {entry.layer for entry in entries})
+        actual = {entry.layer: entry for entry in self.commit(name).record.layers}
         if any(actual.get(entry.layer) != entry for entry in entries):
             raise IntegrityError(
                 f"the record of {name.run}@{name.step} (commit {short_id(name.id)}) "

@@ -26,13 +26,12 @@ from layerstore.format import (
     seal_pin,
     stated_store,
     unseal_commit,
-    unseal_entries,
     unseal_pin,
 )
 from layerstore.layers import is_name, typed
 from layerstore.layout import RECORD_NAME, Layout
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX
-from layerstore.model import Commit, CommitId, LayerEntry, Pin
+from layerstore.model import Commit, CommitId, Pin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.no_store import no_store_at
 
@@ -129,10 +128,6 @@ def name_in(run: str, file_name: str) -> RecordName | None:
     """Parse *file_name* as a record of *run*; None if it is not a record."""
     match = RECORD_NAME.fullmatch(file_name)
     return None if match is None else RecordName(run, int(match["step"]), CommitId(match["id"]))
-
-
-def _misnamed(called: str) -> IntegrityError:
-    return IntegrityError(f"{called} does not hold the commit that its name says")
 
 
 class RecordStore:
@@ -236,21 +231,6 @@ class RecordStore:
                 commit = exc
             yield name, commit
 
-    def read_entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
-        """
-        Return the checked entries of the commit *name* for those of *layers* that the commit has.
-
-        Raises:
-            IntegrityError: The record is damaged or gone.
-        """
-        envelope_name = self._layout.name(self._path(name))
-        identity, entries = unseal_entries(
-            self.read_bytes(name), name=envelope_name, store_id=self._store_id, layers=frozenset(layers)
-        )
-        if identity != (name.run, name.step, name.id):
-            raise _misnamed(envelope_name)
-        return entries
-
     def read_bytes(self, name: RecordName) -> bytes:
         """Return the bytes of the record *name*, unchecked."""
         path = self._path(name)
@@ -283,7 +263,7 @@ class RecordStore:
         envelope_name = self._layout.name(self._path(name))
         commit = unseal_commit(data, name=envelope_name, store_id=self._store_id)
         if self.name_of(commit) != name:
-            raise _misnamed(envelope_name)
+            raise IntegrityError(f"{envelope_name} does not hold the commit that its name says")
         return commit
 
     def name_of(self, commit: Commit) -> RecordName:

@@ -22,7 +22,6 @@ from layerstore.format import (
     seal_pin,
     to_plain,
     unseal_commit,
-    unseal_entries,
     unseal_pin,
 )
 from layerstore.format.records import seal
@@ -139,14 +138,14 @@ def test_a_record_without_layers_is_damage() -> None:
 
 @pytest.mark.parametrize("layer", [["head"], {}, None, 1])
 def test_an_entry_without_a_name_is_damage(layer: Plain) -> None:
-    """Also where only some entries are asked for, among which it cannot be looked up."""
+    """No layer can be looked up by anything but a text."""
     plain = cast(dict[str, Any], to_plain(samples.record()))
     plain["layers"][0]["layer"] = layer
     payload = pack({"body": plain, "observed": to_plain(samples.observed())})
     data = seal(payload, name=NAME, store_id=STORE_ID)
 
     with pytest.raises(IntegrityError, match="should be str"):
-        unseal_entries(data, name=NAME, store_id=STORE_ID, layers={"head"})
+        unseal_commit(data, name=NAME, store_id=STORE_ID)
 
 
 # -- fields --------------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_a_row_says_of_each_layer_what_the_record_says(repo: Repository) -> None
     with reopened(repo) as again:
         row = again.catalog.view("sft").rows[commit.id]
         assert row.entries() == {entry.layer: entry for entry in commit.record.layers}
-        assert again.catalog.entries(row.name, ["own", "nobody"]) == {"own": commit.record.layers[2]}
+        assert row.entries(["own", "nobody"]) == {"own": commit.record.layers[2]}
         assert row.saved == (False, True, True)
         assert row.counted == (True, False, True)
         again.catalog.check(row.name, commit.record.layers)
