@@ -2,8 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,115 +18,52 @@ MARK_PREFIX = ".layerstore-"
 RECORD_NAME = re.compile(r"(?P<step>0|[1-9][0-9]{0,18})\.(?P<id>[0-9a-f]{32})")
 
 
-@dataclass(frozen=True)
 class Layout:
     """The paths of the store at *root*, which was resolved once, on opening."""
 
-    root: Path
-
-    @cached_property
-    def identity(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.identity = root / IDENTITY
         """The file that makes a folder a store."""
-        return self.root / IDENTITY
-
-    @cached_property
-    def objects(self) -> Path:
+        self.objects = root / "objects"
         """Immutable content, in 256 folders by the first two digits of the id."""
-        return self.root / "objects"
-
-    @cached_property
-    def commits(self) -> Path:
+        self.commits = root / "commits"
         """One folder per run, one file per record."""
-        return self.root / "commits"
-
-    @cached_property
-    def pins(self) -> Path:
+        self.pins = root / "pins"
         """One file per pin."""
-        return self.root / "pins"
-
-    @cached_property
-    def index(self) -> Path:
+        self.index = root / "manifest"
         """The index, unless it lives on another disk."""
-        return self.root / "manifest"
-
-    @cached_property
-    def parts(self) -> Path:
+        self.parts = root / "parts"
         """Ranks' shares of incomplete commits."""
-        return self.root / "parts"
-
-    @cached_property
-    def stats(self) -> Path:
+        self.stats = root / "stats"
         """The savers' own timings: advisory, never truth."""
-        return self.root / "stats"
-
-    @cached_property
-    def tmp(self) -> Path:
+        self.tmp = root / "tmp"
         """Files that nothing names yet."""
-        return self.root / "tmp"
-
-    @cached_property
-    def locks(self) -> Path:
+        self.locks = root / "locks"
         """Courtesy locks."""
-        return self.root / "locks"
-
-    @cached_property
-    def gc(self) -> Path:
+        self.gc = root / "gc"
         """Working files of collections."""
-        return self.root / "gc"
-
-    @cached_property
-    def aside(self) -> Path:
+        self.aside = self.gc / "aside"
         """Objects about to be removed."""
-        return self.gc / "aside"
-
-    @cached_property
-    def trash(self) -> Path:
+        self.trash = root / "trash"
         """Files that users dropped or replaced, or that repairs moved away."""
-        return self.root / "trash"
-
-    @cached_property
-    def dropped(self) -> Path:
+        self.dropped = self.trash / "commits"
         """The records in the trash, in one folder per run."""
-        return self.trash / "commits"
-
-    @cached_property
-    def sparse(self) -> Path:
+        self.sparse = root / "sparse"
         """Partially fetched objects of a remote."""
-        return self.root / "sparse"
-
-    @cached_property
-    def remotes(self) -> Path:
+        self.remotes = root / "remotes.json"
         """The names and URLs of remotes."""
-        return self.root / "remotes.json"
-
-    @cached_property
-    def pushed(self) -> Path:
+        self.pushed = root / "pushed.json"
         """Which commits each remote had after the last push or pull: advisory, never truth."""
-        return self.root / "pushed.json"
-
-    @cached_property
-    def partial(self) -> Path:
+        self.partial = root / "partial.json"
         """Which remote has the objects that a partial clone lacks; other stores do not have this file."""
-        return self.root / "partial.json"
-
-    @cached_property
-    def migrating(self) -> Path:
+        self.migrating = root / "migrating"
         """Working files of an unfinished migration."""
-        return self.root / "migrating"
-
-    def migrated(self, number: int) -> Path:
-        """Return the folder where a migration to format *number* prepares its files."""
-        return self.migrating / f"format-{number}"
-
-    @cached_property
-    def backups(self) -> Path:
+        self.backups = root / "backups"
         """What migrations have replaced, one folder a migration; layerstore never removes anything from it."""
-        return self.root / "backups"
-
-    @cached_property
-    def folders(self) -> tuple[Path, ...]:
-        """Every folder that ``init`` makes."""
-        return (
+        self.gc_lock = self.locks / "gc.lock"
+        """The lock file that prevents two concurrent collections."""
+        self.folders = (
             self.objects,
             self.commits,
             self.pins,
@@ -139,6 +75,11 @@ class Layout:
             self.gc,
             self.aside,
         )
+        """Every folder that ``init`` makes."""
+
+    def migrated(self, number: int) -> Path:
+        """Return the folder where a migration to format *number* prepares its files."""
+        return self.migrating / f"format-{number}"
 
     def object(self, object_id: "ObjectId") -> Path:
         """Return the path of an object; raises InvalidInput if *object_id* is not an id."""
@@ -151,11 +92,6 @@ class Layout:
     def run(self, run: str) -> Path:
         """Return the folder of a run's records; a checked name is already a safe path component."""
         return self.commits / run
-
-    @cached_property
-    def gc_lock(self) -> Path:
-        """The lock file that prevents two concurrent collections."""
-        return self.locks / "gc.lock"
 
     def attempt_lock(self, run: str, attempt: int) -> Path:
         """Return the lock file of the job that saves *attempt* of *run*."""
