@@ -12,41 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from layerstore.coding import CODINGS
 from layerstore.dtypes import by_code
 from layerstore.limits import PAGE_BYTES
-from layerstore.model import key_of
-
-
-class Flat(Protocol):
-    """What decides the size of a flat tensor."""
-
-    @property
-    def dtype(self) -> str:
-        """Code of its element type."""
-
-    @property
-    def elements(self) -> int:
-        """Its length."""
-
-
-class Slice(Flat, Protocol):
-    """What the framing needs to know about a tensor."""
-
-    @property
-    def name(self) -> str:
-        """The parameter or buffer."""
-
-    @property
-    def state(self) -> str:
-        """Which optimizer state; empty for the other kinds."""
-
-    @property
-    def key(self) -> str:
-        """Its name in the file."""
-
+from layerstore.model import Slice, StoredTensor, key_of
 
 AnySlice = TypeVar("AnySlice", bound=Slice)
 
@@ -61,11 +32,6 @@ class Frame:
     """Where each tensor starts in the file, in the given order."""
     size_bytes: int
     """Size of the whole file."""
-
-
-def slice_bytes(tensor: Flat) -> int:
-    """Return the size of *tensor*."""
-    return tensor.elements * by_code(tensor.dtype).bytes
 
 
 # All ranks of a save have the same few hundred lists of slices: each is sorted and laid out once.
@@ -100,15 +66,7 @@ def _frame_of(tensors: _Facts) -> Frame:
     return framed((key_of(name, state), dtype, (elements,)) for name, state, dtype, elements in tensors)
 
 
-class CodedSlice(Slice, Protocol):
-    """What the framing needs to know about a tensor that may be coded."""
-
-    @property
-    def coding(self) -> str:
-        """The name of its coding; empty if its bytes are kept as they are."""
-
-
-def coded_frame(tensors: Iterable[CodedSlice], *, reference: str) -> tuple[Frame, list[int]]:
+def coded_frame(tensors: Iterable[StoredTensor], *, reference: str) -> tuple[Frame, list[int]]:
     """
     Lay out an object of *tensors* in their given order, each as the parts of its coding, one part after the other.
 

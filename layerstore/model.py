@@ -12,6 +12,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import ClassVar, NewType, Protocol, Self, runtime_checkable
 
+from layerstore.dtypes import by_code
 from layerstore.tree import Tree
 from layerstore.units import short_id, utc
 
@@ -53,28 +54,39 @@ def key_of(name: str, state: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """One slice inside an object."""
+class Slice:
+    """A rank's share of a tensor, in a source or in an object."""
 
     name: str
     """The parameter or buffer."""
     state: str
     """Which optimizer state (``exp_avg``); empty for the other kinds."""
     dtype: str
-    """Code of the element type after decoding."""
+    """Code of the element type, after decoding."""
     elements: int
-    """Length of the slice, padding excluded; never zero."""
+    """Its length, padding excluded; never zero."""
+
+    @property
+    def key(self) -> str:
+        """Its name inside a safetensors file."""
+        return key_of(self.name, self.state)
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size, after decoding."""
+        return self.elements * by_code(self.dtype).bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor(Slice):
+    """One slice inside an object."""
+
     crc32: int
     """Checksum of the slice's bytes after decoding; a zip entry's checksum is combined from such checksums."""
     coding: str = field(default="", metadata=OMITTED)
     """How the slice is coded in fewer bytes (`layerstore.coding`); empty if its bytes are kept as they are."""
     box: tuple[int, ...] = field(default=(), metadata=OMITTED)
     """For a slice that is a box of its tensor, not a run of elements: first index by dimension, then all extents."""
-
-    @property
-    def key(self) -> str:
-        """The tensor's name inside its safetensors file."""
-        return key_of(self.name, self.state)
 
 
 _coding_of = attrgetter("coding")

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, Internal, LayoutMismatch, Unsupported
-from layerstore.framing import coded_frame, frame, slice_bytes
+from layerstore.framing import coded_frame, frame
 from layerstore.model import BlobRef, Kind, LayerVersion, OwnVersion, Parameter, StoredObject, StoredTensor
 from layerstore.numbers import box_runs, can_convert
 
@@ -117,7 +117,7 @@ class StoredSlice:
     @property
     def size_bytes(self) -> int:
         """The size of the slice."""
-        return slice_bytes(self.tensor)
+        return self.tensor.size_bytes
 
     def piece(self, offset: int, *, start: int = 0, elements: int | None = None) -> Piece:
         """Return the piece that copies *elements* of the slice from *start* to *offset*; by default all of it."""

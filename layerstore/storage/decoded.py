@@ -16,7 +16,7 @@ from layerstore.coding import BLOCK, CODINGS
 from layerstore.disk import OpenFile
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
-from layerstore.framing import coded_frame, frame, slice_bytes
+from layerstore.framing import coded_frame, frame
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, LayerVersion, StoredObject, StoredTensor
 from layerstore.storage.objects import ObjectStore, Stretch
@@ -34,7 +34,7 @@ class _Layout:
 
     @property
     def end(self) -> int:
-        return self.begin + slice_bytes(self.tensor)
+        return self.begin + self.tensor.size_bytes
 
     def stretches(self, first: int, last: int) -> Iterator[Stretch]:
         """Yield the stretches of the file that hold the elements *first* to *last*."""
@@ -44,8 +44,9 @@ class _Layout:
             return
         coding = CODINGS[self.tensor.coding]
         for offset, before, part in zip(self.parts, coding.parts(first), coding.parts(last - first), strict=True):
-            start = offset + slice_bytes(before)
-            yield start, start + slice_bytes(part)
+            item_bytes = by_code(part.dtype).bytes
+            start = offset + before.elements * item_bytes
+            yield start, start + part.elements * item_bytes
 
 
 # Without slots: a cached property needs a __dict__.

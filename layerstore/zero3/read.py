@@ -19,7 +19,7 @@ from layerstore.framing import canonical_order
 from layerstore.hashing import NameHasher, object_id
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.model import Buffer, Kind, Parameter, key_of
+from layerstore.model import Buffer, Kind, Parameter, Slice
 from layerstore.slices import slice_length, valid_elements
 from layerstore.source import GatheredFileSource, GatheredSource, open_source, read_gathered
 from layerstore.states import BufferContent, FlatContent, FragmentContent, RankState, TreeFile
@@ -42,32 +42,15 @@ _KINDS = tuple(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceSource:
+class SliceSource(Slice):
     """The position of one slice of a layer in the source."""
 
-    name: str
-    """The parameter or buffer."""
-    state: str
-    """Which optimizer state; empty for the other kinds."""
-    dtype: str
-    elements: int
-    """Padding excluded; never zero."""
     begin: int = 0
     """The index of its first element in the parameter."""
     box: tuple[int, ...] = ()
     """Its position in the parameter if its elements are not contiguous: the first index and the extent by dimension."""
     path: Path
     offset_bytes: int
-
-    @property
-    def key(self) -> str:
-        """Its name inside an object."""
-        return key_of(self.name, self.state)
-
-    @property
-    def size_bytes(self) -> int:
-        """Its size."""
-        return self.elements * by_code(self.dtype).bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +66,7 @@ class ObjectSource:
     @property
     def size_bytes(self) -> int:
         """The size of its slices."""
-        return sum([part.elements * by_code(part.dtype).bytes for part in self.slices])
+        return sum([part.size_bytes for part in self.slices])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from layerstore.framing import Frame, canonical_order, frame, slice_bytes
+from layerstore.framing import Frame, canonical_order, frame
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import StoredTensor
 
@@ -23,7 +23,7 @@ def stored(name: str, elements: int, *, dtype: str = "F32", state: str = "") -> 
 def content(tensor: StoredTensor) -> bytes:
     """Return bytes that are different for every slice."""
     pattern = f"{tensor.key}|".encode()
-    return (pattern * (slice_bytes(tensor) // len(pattern) + 1))[: slice_bytes(tensor)]
+    return (pattern * (tensor.size_bytes // len(pattern) + 1))[: tensor.size_bytes]
 
 
 def file_of(tensors: Sequence[StoredTensor]) -> tuple[Frame, bytes]:
@@ -73,8 +73,8 @@ def test_payloads_start_on_a_page_and_offsets_are_true(slices: list[StoredTensor
     assert len(framing.header) % PAGE_BYTES == 0
     assert len(data) == framing.size_bytes
     for tensor, offset in zip(tensors, framing.offsets, strict=True):
-        assert content(tensor) == data[offset : offset + slice_bytes(tensor)]
-        if slice_bytes(tensor) % PAGE_BYTES == 0:
+        assert content(tensor) == data[offset : offset + tensor.size_bytes]
+        if tensor.size_bytes % PAGE_BYTES == 0:
             assert offset % PAGE_BYTES == 0
 
 

@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 FORMAT = (DOCS / "reference" / "format.md").read_text()
 SUPPORT = (DOCS / "reference" / "support.md").read_text()
 
-ELSEWHERE = {"Commit", "OwnVersion", "FlatContent", "FragmentContent", "BufferContent"}
+ELSEWHERE = {"Commit", "OwnVersion", "Slice", "FlatContent", "FragmentContent", "BufferContent"}
 """Never on disk by themselves: the page tells of them otherwise, or not at all."""
 ON_DISK = [cls for name, cls in vars(model).items() if dataclasses.is_dataclass(cls) and name not in ELSEWHERE]
 
