@@ -44,7 +44,7 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
         InvalidInput: The file is not a recipe, or the recipe does not fit the model of its base.
         NotFound: A step of the recipe is not in the store.
     """
-    from layerstore.policy.recipe import ModelOutline, outline_of
+    from layerstore.policy.recipe import ModelOutline
 
     recipe = _read_recipe(repo, path)
     name = _open_run(repo, recipe, run)
@@ -53,7 +53,7 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
     record = base.record
     outline = ModelOutline(
         names=tuple(entry.layer for entry in record.layers),
-        look=lambda: (outline_of(repo.version_of(entry)) for entry in record.layers),
+        look=lambda: (repo.version_of(entry) for entry in record.layers),
     )
     plan = recipe.plan(outline)
     choices = {layer: choice for layer, choice in plan.layers.items() if not choice.is_base}

@@ -6,34 +6,36 @@ from collections.abc import Iterable
 import pytest
 
 from layerstore.errors import InvalidInput
-from layerstore.policy.recipe import ModelOutline, OutlineLayer, RecipePlan, parse_recipe
+from layerstore.model import LayerVersion, Parameter
+from layerstore.policy.recipe import ModelOutline, RecipePlan, parse_recipe
 
 FILE = "recipe.yaml"
 # Stands in front of what an error is expected to name; removed before the recipe is read.
 MARK = "«"
 
 
-def layer(name: str, *, ties: Iterable[str] = (), frozen: bool = False, parameters: Iterable[str] = ()) -> OutlineLayer:
+def layer(name: str, *, ties: Iterable[str] = (), frozen: bool = False, parameters: Iterable[str] = ()) -> LayerVersion:
     """Return a layer of one weight, or of *parameters*."""
-    return OutlineLayer(
-        name=name,
-        parameters=tuple(parameters) or (f"{name}.weight",),
-        ties=tuple(ties),
-        frozen=frozen,
-    )
+    names = tuple(parameters) or (f"{name}.weight",)
+    return version(name, *(parameter(each, *ties, frozen=frozen) for each in names))
 
 
-def buffers(name: str) -> OutlineLayer:
-    """Return a layer without parameters."""
-    return OutlineLayer(name=name, parameters=(), ties=(), frozen=True)
+def version(name: str, *parameters: Parameter) -> LayerVersion:
+    """Return a layer with nothing but *parameters*."""
+    return LayerVersion(layer=name, parameters=parameters, buffers=(), world_size=2, objects=())
 
 
-def model(*layers: OutlineLayer) -> ModelOutline:
+def parameter(name: str, *aliases: str, frozen: bool = False) -> Parameter:
+    """Return a parameter."""
+    return Parameter(name=name, dtype="BF16", shape=(2, 2), frozen=frozen, aliases=aliases)
+
+
+def model(*layers: LayerVersion) -> ModelOutline:
     """Return a model of *layers*."""
-    return ModelOutline(names=tuple(layer.name for layer in layers), look=lambda: layers)
+    return ModelOutline(names=tuple(layer.layer for layer in layers), look=lambda: layers)
 
 
-def blocks(count: int, *, stack: str = "model.layers") -> list[OutlineLayer]:
+def blocks(count: int, *, stack: str = "model.layers") -> list[LayerVersion]:
     """Return a stack of blocks."""
     return [layer(f"{stack}.{index}") for index in range(count)]
 

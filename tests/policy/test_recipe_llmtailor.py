@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.policy.recipe import ModelOutline, parse_recipe
-from tests.policy.recipes import FILE, blocks, buffers, layer, llama, model, plan, refused, steps
+from tests.policy.recipes import FILE, blocks, layer, llama, model, parameter, plan, refused, steps, version
 
 PARITY = """\
 slices:
@@ -200,6 +200,10 @@ def test_frozen_auxiliary_layers_need_no_slice() -> None:
     assert found.notes == (f"{FILE}:1:1: the recipe does not name model.embed_tokens; taken from the base",)
     named = recipe(*WHOLE[:3], more="pre_weights: [{name: model.embed_tokens.weight, model: run/checkpoint-100}]\n")
     assert steps(plan(named, outline))["model.embed_tokens"] == 100
+    weight, bias = "model.embed_tokens.weight", "model.embed_tokens.bias"
+    half = version("model.embed_tokens", parameter(weight), parameter(bias, frozen=True))
+    half_frozen = model(half, *blocks(4), layer("model.norm"), layer("lm_head"))
+    refused("«" + recipe(*WHOLE[:3]), half_frozen, match="no slice takes the optimizer state of model.embed_tokens")
 
 
 # -- weights -------------------------------------------------------------------------------------------------------
@@ -437,7 +441,7 @@ VALUE_HEAD = model(
 GPT2_UNTIED = model(layer("transformer.wpe"), layer("transformer.wte"), *GPT2.layers[2:], layer("lm_head"))
 UNNAMED = model(layer("input"), *blocks(4), layer("final"), layer("lm_head"))
 ROTARY = model(
-    layer("model.embed_tokens"), *blocks(4), buffers("model.rotary_emb"), layer("model.norm"), layer("lm_head")
+    layer("model.embed_tokens"), *blocks(4), version("model.rotary_emb"), layer("model.norm"), layer("lm_head")
 )
 
 
@@ -480,7 +484,7 @@ def test_extra_layers_may_be_named_by_their_weights() -> None:
     assert steps(plan(recipe(*slices, more=f"pre_weights: [{wte}, {wpe}]\n"), GPT2))["transformer.wpe"] == 100
 
     twice = model(
-        *(layer("wpe", parameters=["wpe.a", "wpe.b"]) if one.name == "transformer.wpe" else one for one in GPT2.layers)
+        *(layer("wpe", parameters=["wpe.a", "wpe.b"]) if one.layer == "transformer.wpe" else one for one in GPT2.layers)
     )
     parts = [wte, entry.format("wpe.a", 100), entry.format("wpe.b", 200).replace("wpe.b", "«wpe.b")]
     refused(
@@ -498,6 +502,18 @@ def test_layers_are_known_by_name_wherever_the_optimizer_has_them() -> None:
         *blocks(4),
         layer("model.norm", parameters=["_orig_mod.model.norm.weight"]),
         layer("lm_head", parameters=["_orig_mod.lm_head.weight"]),
+    )
+
+    assert steps(plan(PARITY, outline)) == steps(plan(PARITY, llama()))
+
+
+def test_a_second_name_within_a_layer_ties_it_to_no_other() -> None:
+    """The head of such a model has its own group id."""
+    outline = model(
+        layer("model.embed_tokens", ties=["model.embed_tokens.again"]),
+        *blocks(4),
+        layer("model.norm"),
+        layer("lm_head"),
     )
 
     assert steps(plan(PARITY, outline)) == steps(plan(PARITY, llama()))

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import InvalidInput, NotFound
-from layerstore.model import LayerVersion, Parameter
-from layerstore.policy.recipe import Choice, Spot, outline_of
+from layerstore.policy.recipe import Choice, Spot
 from layerstore.policy.recipe.document import Scalar
 from layerstore.policy.recipe.patterns import gathered, read_pattern
-from tests.policy.recipes import FILE, layer, llama, plan, refused, steps
+from tests.policy.recipes import FILE, llama, plan, refused, steps
 
 SPOT = Spot(file=FILE, line=1, column=1)
 
@@ -245,38 +244,3 @@ def test_any_recipe_gives_the_layers_that_it_names(sources: list[str], rest: str
 
     expected = dict.fromkeys(llama(len(sources)).names, rest) | dict(zip(blocks, sources, strict=True))
     assert expected == {name: written(choice) for name, choice in found.layers.items()}
-
-
-# -- the outline ---------------------------------------------------------------------------------------------------
-
-
-def version(name: str, *parameters: Parameter) -> LayerVersion:
-    """Return a version of *name* with nothing but *parameters*."""
-    return LayerVersion(layer=name, parameters=parameters, buffers=(), world_size=2, objects=())
-
-
-def parameter(name: str, *aliases: str, frozen: bool = False) -> Parameter:
-    """Return a parameter."""
-    return Parameter(name=name, dtype="BF16", shape=(2, 2), frozen=frozen, aliases=aliases)
-
-
-def test_the_outline_comes_from_layer_versions() -> None:
-    """Ties between layers are seen, aliases within one are not; a layer is frozen when all of it is."""
-    found = [
-        outline_of(each)
-        for each in (
-            version("model.embed_tokens", parameter("model.embed_tokens.weight", "lm_head.weight")),
-            version(
-                "model.layers.0",
-                parameter("model.layers.0.a.weight", "model.layers.0.b.weight"),
-                parameter("model.layers.0.c.weight", frozen=True),
-            ),
-            version("model.norm", parameter("model.norm.weight", frozen=True)),
-        )
-    ]
-
-    assert found == [
-        layer("model.embed_tokens", ties=["lm_head.weight"]),
-        layer("model.layers.0", parameters=["model.layers.0.a.weight", "model.layers.0.c.weight"]),
-        layer("model.norm", frozen=True),
-    ]

@@ -11,18 +11,16 @@ from layerstore.policy.recipe.llmtailor import read_llmtailor
 from layerstore.policy.recipe.llmtailor_plan import LLMTailorRecipe
 from layerstore.policy.recipe.own import OwnRecipe, read_own
 from layerstore.policy.recipe.patterns import pattern_of
-from layerstore.policy.recipe.plan import Choice, ModelOutline, OutlineLayer, RecipePlan, outline_of
+from layerstore.policy.recipe.plan import Choice, ModelOutline, RecipePlan
 
 Recipe = OwnRecipe | LLMTailorRecipe
 
 __all__ = [
     "Choice",
     "ModelOutline",
-    "OutlineLayer",
     "Recipe",
     "RecipePlan",
     "Spot",
-    "outline_of",
     "parse_recipe",
     "pattern_of",
     "read_text",

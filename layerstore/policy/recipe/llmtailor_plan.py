@@ -14,7 +14,8 @@ import re
 from dataclasses import dataclass
 
 from layerstore.errors import InvalidInput
-from layerstore.layers import anatomy, block_index, norms, strip_wrappers
+from layerstore.layers import anatomy, block_index, layer_of, norms, strip_wrappers
+from layerstore.model import LayerVersion
 from layerstore.policy.recipe.document import Spot
 from layerstore.policy.recipe.patterns import listed, near
 from layerstore.policy.recipe.plan import Choice, ModelOutline, RecipePlan, notes_of_later_layers
@@ -109,7 +110,7 @@ class LLMTailorRecipe:
         """
         with self.spot.located():
             groups = groups_of(model)
-        frozen = {layer.name for layer in model.layers if layer.frozen}
+        frozen = {version.layer for version in model.layers if all(each.frozen for each in version.parameters)}
         decided = _blocks(self, groups) | _auxiliary(self, groups, frozen)
         chosen, named = dict(decided), set[str]()
         for entry in self.pre_weights.entries + self.post_weights.entries:
@@ -147,10 +148,10 @@ def groups_of(model: ModelOutline) -> LayerGroups:
         raise InvalidInput(
             f"LLMTailor's layer_range counts one stack of blocks, and this model has {blocks}", hint=_HINT
         )
-    trained = {layer.name: layer for layer in model.layers if layer.parameters}
+    trained = {version.layer: version for version in model.layers if version.parameters}
     before = [name for name in parts.input_side if name in trained]
     after = [name for name in parts.output_side if name in trained]
-    tied = [name for name in before + after if trained[name].ties]
+    tied = [name for name in before + after if _ties(trained[name])]
     embedding = _one(tied or _embeddings(before), what="embedding")
     before, after = ([name for name in side if name != embedding] for side in (before, after))
     heads = [name for name in after if name.rpartition(".")[2] == "lm_head"]
@@ -165,6 +166,12 @@ def groups_of(model: ModelOutline) -> LayerGroups:
         head=_one(heads, what="head") if heads or not tied else None,
         embedding=embedding,
     )
+
+
+def _ties(version: LayerVersion) -> list[str]:
+    """Return the names under which other layers use this layer's parameters, such as a tied ``lm_head.weight``."""
+    # Both sides use `layer_of`: the layer's own name may come from a user's pattern.
+    return [alias for each in version.parameters for alias in each.aliases if layer_of(alias) != layer_of(each.name)]
 
 
 def _embeddings(before: list[str]) -> list[str]:
@@ -249,9 +256,9 @@ def _auxiliary(recipe: LLMTailorRecipe, groups: LayerGroups, frozen: set[str]) -
 def _owner(entry: WeightEntry, groups: LayerGroups, model: ModelOutline) -> str:
     """Return the auxiliary layer that has the parameter of *entry*."""
     name = strip_wrappers(entry.name)
-    outside = [layer for layer in model.layers if layer.name not in groups.blocks]
-    owners = {strip_wrappers(parameter): layer.name for layer in outside for parameter in layer.parameters}
-    ties = {strip_wrappers(alias): layer.name for layer in outside for alias in layer.ties}
+    outside = [version for version in model.layers if version.layer not in groups.blocks]
+    owners = {strip_wrappers(each.name): version.layer for version in outside for each in version.parameters}
+    ties = {strip_wrappers(alias): version.layer for version in outside for alias in _ties(version)}
     if name in ties:
         raise entry.spot.error(
             f"{entry.name!r} is tied: it is the same memory as the weights of {ties[name]}",

@@ -4,22 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from layerstore.layers import layer_of
 from layerstore.model import LayerVersion
 from layerstore.policy.recipe.document import Spot
 from layerstore.policy.recipe.patterns import listed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutlineLayer:
-    """The facts about one layer that a recipe needs."""
-
-    name: str
-    parameters: tuple[str, ...]
-    ties: tuple[str, ...]
-    """Names under which other layers use this layer's parameters, such as a tied ``lm_head.weight``."""
-    frozen: bool
-    """Whether no parameter of the layer is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,30 +15,13 @@ class ModelOutline:
 
     names: tuple[str, ...]
     """The layers' names, in the model's order."""
-    look: Callable[[], Iterable[OutlineLayer]]
+    look: Callable[[], Iterable[LayerVersion]]
     """Reads the layers themselves; our own grammar needs only the names."""
 
     @cached_property
-    def layers(self) -> tuple[OutlineLayer, ...]:
+    def layers(self) -> tuple[LayerVersion, ...]:
         """The layers, in the model's order."""
         return tuple(self.look())
-
-
-def outline_of(version: LayerVersion) -> OutlineLayer:
-    """Return the facts about the layer *version* that a recipe needs."""
-    parameters = version.parameters
-    return OutlineLayer(
-        name=version.layer,
-        parameters=tuple(parameter.name for parameter in parameters),
-        # Both sides use `layer_of`: the layer's own name may come from a user's pattern.
-        ties=tuple(
-            alias
-            for parameter in parameters
-            for alias in parameter.aliases
-            if layer_of(alias) != layer_of(parameter.name)
-        ),
-        frozen=all(parameter.frozen for parameter in parameters),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
