@@ -16,7 +16,8 @@ import pytest
 
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.disk import NewFile, OpenFile
-from layerstore.errors import NotFound, SourceCheckpoint
+from layerstore.errors import InvalidInput, NotFound, SourceCheckpoint
+from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import BlobRef
 from layerstore.storage import ObjectStore, RunView
 from layerstore.storage.catalog import Catalog
@@ -290,6 +291,16 @@ def test_a_recipe_of_a_checkpoint_without_shards_is_one_clear_message(store: Sto
         store.compose(recipe=recipe, run="r")
 
     assert "layerstore ingest r/checkpoint-150" in str(caught.value.hint)
+
+
+@pytest.mark.fault(76)
+def test_the_size_of_a_recipe_is_bounded(store: Store, tmp_path: Path) -> None:
+    """A file of another kind is not parsed for minutes first."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_bytes(b"#" * (RECIPE_BYTES_MAX + 1))
+
+    with pytest.raises(InvalidInput, match=f"the recipe cannot be read: .*at most {RECIPE_BYTES_MAX} were expected"):
+        store.compose(recipe=recipe)
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layerstore.errors import InvalidInput, LayerstoreError
-from layerstore.limits import RECIPE_BYTES_MAX, RECIPE_DEPTH_MAX
+from layerstore.limits import RECIPE_DEPTH_MAX
 from layerstore.policy.recipe import parse_recipe, read_text
 from layerstore.policy.recipe.document import ListNode, MapNode, Scalar, read_document
 from tests.policy.recipes import FILE, llama, refused, steps
@@ -119,16 +119,6 @@ def test_depth_is_bounded(opening: str) -> None:
     """What is nested without end is refused at the bound, long before Python's own stack ends."""
     with pytest.raises(InvalidInput, match=f"nested more than {RECIPE_DEPTH_MAX} deep"):
         parse_recipe(opening * 5000, name=FILE)
-
-
-@pytest.mark.fault(76)
-def test_size_is_bounded_in_bytes() -> None:
-    """A file of another kind is not parsed for minutes first."""
-    for content in ("#" * (RECIPE_BYTES_MAX + 1), "é" * (RECIPE_BYTES_MAX // 2 + 1)):
-        with pytest.raises(InvalidInput, match="too many for a recipe"):
-            parse_recipe(content, name=FILE)
-        with pytest.raises(InvalidInput, match="too many for a recipe"):
-            read_text(content.encode(), name=FILE)
 
 
 def test_bytes_that_are_no_text_are_refused_where_they_stand() -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from layerstore.errors import InvalidInput, LayerstoreError
-from layerstore.limits import RECIPE_BYTES_MAX, RECIPE_DEPTH_MAX
+from layerstore.limits import RECIPE_DEPTH_MAX
 from layerstore.nearest import did_you_mean, nearest
 
 # From a word in the parser's message to our hint; the first match is used.
@@ -103,9 +103,8 @@ def read_text(content: bytes, *, name: str) -> str:
     Decode the bytes of a recipe.
 
     Raises:
-        InvalidInput: *content* is not UTF-8, or too large.
+        InvalidInput: *content* is not UTF-8.
     """
-    _check_size(len(content), name=name)
     try:
         return content.decode()
     except UnicodeDecodeError as exc:
@@ -122,21 +121,12 @@ def read_document(text: str, *, name: str) -> Node:
     Raises:
         InvalidInput: *text* is not YAML, or uses a YAML feature not allowed in recipes; states line and column.
     """
-    _check_size(len(text.encode(errors="surrogatepass")), name=name)
     if yaml.__with_libyaml__:
         # The C parser is ten times as fast. If it refuses the text, the Python parser rereads the text, so that all
         # messages and positions come from the Python parser.
         with contextlib.suppress(ValueError, yaml.YAMLError):
             return _DocumentReader(text, name=name, parser=yaml.CSafeLoader).document()
     return _DocumentReader(text, name=name, parser=yaml.SafeLoader).document()
-
-
-def _check_size(size_bytes: int, *, name: str) -> None:
-    if size_bytes > RECIPE_BYTES_MAX:
-        raise InvalidInput(
-            f"{name}: {size_bytes} bytes are too many for a recipe; at most {RECIPE_BYTES_MAX} are read",
-            hint="write ranges of layers instead of one entry for each",
-        )
 
 
 def _spot_of_index(text: str, index: int, *, name: str) -> Spot:
