@@ -61,15 +61,6 @@ def pack_list(values: Sequence[bytes]) -> bytes:
     return b"".join((msgpack.Packer().pack_array_header(len(values)), *values))
 
 
-def pack_again(value: Plain) -> bytes:
-    """Encode a result of ``unpack``, or a part of it: like ``pack``, but faster, since the maps are in order."""
-    try:
-        data: bytes = msgpack.packb(value, use_bin_type=True, strict_types=True)
-    except (ValueError, TypeError, RecursionError) as exc:  # nested too deeply, for example
-        raise IntegrityError(f"what was read cannot be encoded again: {exc}") from exc
-    return data
-
-
 def unpack(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX, is_canonical: bool = False) -> Plain:
     """
     Decode *data*, which errors call *what*.
@@ -84,10 +75,8 @@ def unpack(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX,
     value = _decode(data, what, as_map=as_map, containers_max=containers_max)
     if is_canonical:
         return value
-    try:
-        again = pack_again(value)
-    except IntegrityError as exc:
-        raise IntegrityError(f"{what} is not readable: {exc}") from exc
+    with _readable(what):  # nested too deeply, for example
+        again = pack_in_order(value)
     if again != data:
         raise IntegrityError(f"{what} is not in canonical form")
     return value

@@ -29,7 +29,6 @@ from layerstore.format.canonical import (
     Plain,
     check_containers,
     pack,
-    pack_again,
     pack_in_order,
     pack_list,
     pack_map,
@@ -172,7 +171,7 @@ def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
     body = payload["body"]
     _check_flags(body, name)
     return Commit(
-        id=CommitId(digest(pack_again(body)).hex()),
+        id=CommitId(digest(pack_in_order(body)).hex()),
         record=from_plain(CommitRecord, body, what=name),
         observed=from_plain(Observed, payload["observed"], what=name),
     )

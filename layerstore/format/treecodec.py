@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput
-from layerstore.format.canonical import Plain, pack, pack_again, unpack
+from layerstore.format.canonical import Plain, pack, pack_in_order, unpack
 from layerstore.limits import NUMBER_MAX
 from layerstore.states import ObjectContent
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Template, Tensor, Tree
@@ -121,19 +121,12 @@ def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str
         rows, root = _typed(list, value)
         # Only lists, though Python would also unpack other types: an empty map would be a second spelling of [].
         storages = [_storage(_typed(list, row), content_from_plain, what) for row in _typed(list, rows)]
-        template = _template(_packed(root, what), len(storages))
+        template = _template(pack_in_order(root), len(storages))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise IntegrityError(f"{what} is not a tree: {exc}") from exc
     if template is None:
         raise IntegrityError(f"{what} is not a tree in canonical form")
     return template.filled(storages)
-
-
-def _packed(root: Plain, what: str) -> bytes:
-    try:
-        return pack_again(root)
-    except IntegrityError as exc:
-        raise IntegrityError(f"{what} is not a tree: {exc}") from exc
 
 
 # The two trees of a rank's state are identical in all ranks of a save, except for the storages.
@@ -144,7 +137,7 @@ def _template(packed: bytes, count: int) -> Template | None:
     storages = [Storage(dtype="", elements=0, device="") for _ in range(count)]
     tree = _Decoder(storages).node(root)
     table, again = _Encoder(lambda storage: None).image(tree)
-    is_canonical = pack_again(again) == packed and len(cast("list[Plain]", table)) == count
+    is_canonical = pack_in_order(again) == packed and len(cast("list[Plain]", table)) == count
     return Template(tree, storages) if is_canonical else None
 
 
