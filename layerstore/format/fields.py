@@ -34,7 +34,10 @@ Check = Callable[[Any], bool]
 _PLAIN = frozenset({bool, int, float, str, bytes})
 
 # The types that a storage's content may have besides bytes; they are distinguished by their fields.
-_CONTENTS: tuple[type[object], ...] = (ObjectContent, FlatContent, FragmentContent, BufferContent)
+_CONTENTS: dict[frozenset[str], type[object]] = {
+    frozenset(field.name for field in dataclasses.fields(kind)): kind
+    for kind in (ObjectContent, FlatContent, FragmentContent, BufferContent)
+}
 
 
 class _Misfit(Exception):
@@ -102,7 +105,7 @@ def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
 @cache
 def _reader_of(cls: Any) -> FieldReader:
     """Return a function that reads a *cls*: it only checks plain fields; other fields have their own readers."""
-    fields = _fields(cls)
+    fields = dataclasses.fields(cls)
     names = frozenset(field.name for field in fields)
     may_lack = frozenset(field.name for field in fields if "omitted" in field.metadata)
     defaults = {field.name: field.default for field in fields if field.name in may_lack}
@@ -310,7 +313,9 @@ def _alike_reader(cls: Any) -> Callable[[Any], Any]:
 
     The function returns None if the rows are wrong, or have different fields: the caller then reads them one by one.
     """
-    fields = sorted((field for field in _fields(cls) if "omitted" not in field.metadata), key=lambda field: field.name)
+    fields = sorted(
+        (field for field in dataclasses.fields(cls) if "omitted" not in field.metadata), key=lambda field: field.name
+    )
     names = tuple(field.name for field in fields)
     columns = [(_plain_type(field), _check_of(field)) for field in fields]
     if cls in _CONTRADICTIONS or any(kind is None for kind, _ in columns):
@@ -356,17 +361,7 @@ def _union_reader(choices: tuple[Any, ...]) -> FieldReader:
 def _content_from_plain(value: Plain, what: str) -> object:
     if isinstance(value, bytes):
         return value
-    for recipe in _CONTENTS:
-        if isinstance(value, dict) and value.keys() == {field.name for field in _fields(recipe)}:
-            return from_plain(recipe, value, what=what)
-    raise IntegrityError(f"{what}: a storage has no known content")
-
-
-@cache
-def _cached_fields(cls: Any) -> "tuple[dataclasses.Field[Any], ...]":
-    return dataclasses.fields(cls)
-
-
-def _fields(cls: Any) -> "tuple[dataclasses.Field[Any], ...]":
-    # The cache needs a Hashable, and mypy does not accept a class as one.
-    return _cached_fields(cls)
+    kind = _CONTENTS.get(frozenset(value)) if isinstance(value, dict) else None
+    if kind is None:
+        raise IntegrityError(f"{what}: a storage has no known content")
+    return from_plain(kind, value, what=what)
