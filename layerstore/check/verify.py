@@ -12,7 +12,6 @@ second time only if something is damaged, to find out what needs it.
 import contextlib
 import random
 import re
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -126,7 +125,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Named:
-    """Everything that records, pins and parts name; shared by threads."""
+    """Everything that records, pins and parts name."""
 
     versions: NumberedRefs = field(default_factory=NumberedRefs)
     """Each version, and the numbers of the layers for which records name it."""
@@ -142,11 +141,6 @@ class _Named:
     """The blobs that name objects, by number."""
     faults: list[Damage] = field(default_factory=list)
     records: int = 0
-    guard: threading.Lock = field(default_factory=threading.Lock)
-
-    def note(self, fault: Damage) -> None:
-        with self.guard:
-            self.faults.append(fault)
 
 
 def verify_store(
@@ -201,14 +195,14 @@ def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
             path = repo.layout.name(repo.layout.record(name.run, name.step, name.id))
             reference = f"{name.run}@{name.step}"
             if isinstance(commit, LayerstoreError):
-                named.note(_lost_record("record", name.id, path, commit, reference))
+                named.faults.append(_lost_record("record", name.id, path, commit, reference))
                 continue
             progress.advance(1)
             _name_all(named, commit.record)
             row = indexed.get(name.file_name)
             if row is not None and row != row_of(commit):
                 problem = f"the index tells {reference} differently than its record does"
-                named.note(Damage(kind="index", id=run, path="manifest", reason=problem))
+                named.faults.append(Damage(kind="index", id=run, path="manifest", reason=problem))
 
 
 def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, called: str) -> Damage:
@@ -238,7 +232,7 @@ def _read_pins(repo: Repository, named: _Named) -> None:
     for name, pin in repo.records.pins():
         path = repo.layout.name(repo.layout.pin(name))
         if isinstance(pin, LayerstoreError):
-            named.note(_lost_record("pin", name, path, pin, name))
+            named.faults.append(_lost_record("pin", name, path, pin, name))
         else:
             _name_all(named, pin.record)
 
@@ -247,11 +241,15 @@ def _read_beside(repo: Repository, named: _Named) -> None:
     """Check everything but commits and pins: strangers, parts of unfinished saves, and the trash."""
     for stranger in (*repo.records.strangers(), *repo.parts.strangers(), *repo.trash.strangers()):
         problem = IntegrityError("it is not named as a record, pin or part is; gc removes nothing while it is there")
-        named.note(Damage(kind="stranger", id=stranger.name, path=repo.layout.name(stranger), reason=str(problem)))
+        named.faults.append(
+            Damage(kind="stranger", id=stranger.name, path=repo.layout.name(stranger), reason=str(problem))
+        )
     for path, part in repo.parts.all():
         if isinstance(part, LayerstoreError):
             reason = f"{_reason(part)}; its save will be given up"
-            named.note(Damage(kind="part", id=path.name, path=repo.layout.name(path), reason=reason, error=part.kind))
+            named.faults.append(
+                Damage(kind="part", id=path.name, path=repo.layout.name(path), reason=reason, error=part.kind)
+            )
             continue
         refs = [stored.ref for layer in part.layers for stored in layer.named]
         for ref in (*refs, *([] if part.state is None else [part.state])):
@@ -301,7 +299,7 @@ def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
                 for needed in objects_of(ref, numbers):
                     named.objects.add(needed, number)
             except LayerstoreError as exc:
-                named.note(_lost_object(repo, kind, ref, exc, (ref,)))
+                named.faults.append(_lost_object(repo, kind, ref, exc, (ref,)))
 
 
 def _lost_object(
@@ -349,7 +347,7 @@ def _check_objects(
     for ref, problem in sorted(lost, key=lambda lost_object: lost_object[0].id):
         numbers = _refs(named, int(ref.id[:2], 16))[ref]
         blobs = (ref,) if numbers is None else tuple(named.blobs[number] for number in numbers)
-        named.note(_lost_object(repo, "object", ref, problem, blobs))
+        named.faults.append(_lost_object(repo, "object", ref, problem, blobs))
     for at in range(NumberedRefs.PARTS):
         refs = _refs(named, at)
         counted.objects += len(refs)
@@ -374,7 +372,7 @@ def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: Obj
         repo.objects.look_anew()  # a collection may have removed some since a bucket was listed
     for ref, problem in lost:
         if repo.objects.is_there(ref):
-            named.note(replace(_lost_object(repo, "object", ref, problem, ()), costs=(named.dropped[ref],)))
+            named.faults.append(replace(_lost_object(repo, "object", ref, problem, ()), costs=(named.dropped[ref],)))
 
 
 _Lost = tuple[BlobRef, LayerstoreError]
