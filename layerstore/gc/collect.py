@@ -129,6 +129,7 @@ def has_work(facts: Facts, run: str) -> bool:
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
+@concluding("nothing was removed")
 def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPlan:
     """
     Decide what to remove; writes nothing but a probe for the filesystem's time.
@@ -137,11 +138,6 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
         IntegrityError: A record, pin, part or blob cannot be read, so what it needs is unknown; or commits would go
             while a commit that stays lacks an object.
     """
-    with concluding("nothing was removed"):
-        return _plan(repo, request, progress)
-
-
-def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     # Taken first, so that whatever is written while we look counts as younger.
     now_ns = repo.aside.now_ns()
     # A short grace must not end saves that take hours; a grace of 0 may, as it promises that nobody writes.
