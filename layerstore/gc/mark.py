@@ -202,11 +202,14 @@ class Marks:
 
 
 def is_blob(repo: Repository, ref: BlobRef) -> bool:
-    """Whether the object *ref* has the magic of a version or state blob, and is small enough for a blob."""
+    """Whether the object *ref* is there, has the magic of a version or state blob, and is small enough for a blob."""
     if ref.size_bytes > BLOB_BYTES_MAX:
         return False
-    with repo.objects.open(ref) as file:
-        return file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes)) in {VERSION_MAGIC, STATE_MAGIC}
+    try:
+        with repo.objects.open(ref) as file:
+            return file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes)) in {VERSION_MAGIC, STATE_MAGIC}
+    except IntegrityError:
+        return False  # gone in the meantime
 
 
 def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:

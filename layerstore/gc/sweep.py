@@ -63,7 +63,7 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
     # Only now are the objects of all young blobs known: a blob may be listed after the objects that it refers to.
     _put_back(repo, [*back, *(ref for ref in old if ref.id in marks.needs)])
     old = [ref for ref in old if ref.id not in marks.needs]
-    blobs = {ref.id: ref for ref in old if _is_blob(repo, ref)}
+    blobs = {ref.id: ref for ref in old if is_blob(repo, ref)}
     sums = {True: Gone(), False: Gone()}
     # Blobs go first: a blob that a writer puts back in the meantime must not outlive its objects.
     for ref in blobs.values():
@@ -91,13 +91,6 @@ def _remove(repo: Repository, marks: Marks, path: Path) -> bool:
         return False
     repo.files.unlink(path)
     return True
-
-
-def _is_blob(repo: Repository, ref: BlobRef) -> bool:
-    try:
-        return is_blob(repo, ref)
-    except IntegrityError:
-        return False  # gone in the meantime
 
 
 def _put_back(repo: Repository, objects: Iterable[BlobRef]) -> None:
@@ -134,6 +127,6 @@ def _put_back_one(repo: Repository, ref: BlobRef) -> bool:
 def _named_by(repo: Repository, ref: BlobRef) -> list[BlobRef] | None:
     """Return the objects that the blob *ref* refers to; None if *ref* is not a blob, or is damaged."""
     try:
-        return named_by(repo, ref) if _is_blob(repo, ref) else None
+        return named_by(repo, ref) if is_blob(repo, ref) else None
     except IntegrityError:
         return None  # damaged: it promises nothing
