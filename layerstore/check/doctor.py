@@ -71,7 +71,7 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
     findings = [*_store(path, layout, files), *_filesystem(layout.root), *_hosts(layout)]
     untried: list[str] = []
     findings += _findings_of("index", _index(layout, files), untried)
-    findings += _tried_out(layout, files, untried)
+    findings += _findings_of("writing", _tried_out(layout, files, untried), untried)
     if untried:
         findings = [*(finding for finding in findings if finding.check != "space"), _full(layout, untried)]
     if sys.byteorder != "little":
@@ -220,40 +220,38 @@ def _index(layout: Layout, files: Files) -> Iterator[Finding]:
         yield Finding("index", "note", f"{where}; it does not work there: {problem}", hint)
 
 
-def _tried_out(layout: Layout, files: Files, untried: list[str]) -> list[Finding]:
-    """Return the findings of all probes, run in the store's ``tmp/``, otherwise in the nearest existing folder."""
+def _tried_out(layout: Layout, files: Files, untried: list[str]) -> Iterator[Finding]:
+    """Yield the findings of all probes, run in the store's ``tmp/``, otherwise in the nearest existing folder."""
     root = layout.root
     place = next(path for path in (root, *root.parents) if path.exists())
     if layout.identity.exists() and layout.tmp.is_dir():
         place = layout.tmp
     if not place.is_dir():
-        return [Finding("writing", "problem", f"{_below_home(root)} is not a folder", "choose another path")]
+        yield Finding("writing", "problem", f"{_below_home(root)} is not a folder", "choose another path")
+        return
     if not os.access(place, os.W_OK | os.X_OK):
         text = "you have no permission to write here"
         if files.exists(layout.identity):
-            return [Finding("writing", "note", f"{text}: queries and compose work, nothing else was tried")]
-        return [Finding("writing", "problem", text, "choose another path, or change its owner or mode")]
-    try:
-        with probes.scratch(files, place) as folder:
-            tried = {
-                "writing": probes.modes(files, folder, root=root),
-                "exclusive create": probes.exclusive_create(files, folder),
-                "hard links": probes.hard_links(files, folder),
-                "rename": probes.renames(files, folder),
-                "locks": probes.locks(folder, mount_of(root)),
-                "fsync": probes.fsync(files, folder),
-                "reflink": probes.reflink(files, folder),
-                "names": probes.names(files, folder),
-                "clock": probes.clock(files, folder),
-                "space": probes.space(files, folder),
-            }
-            # The probes are generators, and run only here, so that a failing probe does not stop the others.
-            return [finding for check, findings in tried.items() for finding in _findings_of(check, findings, untried)]
-    except LayerstoreError as exc:
-        if _is_full(exc):
-            untried.append("writing")
-            return []
-        return [Finding("writing", "problem", str(exc), exc.hint)]
+            yield Finding("writing", "note", f"{text}: queries and compose work, nothing else was tried")
+        else:
+            yield Finding("writing", "problem", text, "choose another path, or change its owner or mode")
+        return
+    with probes.scratch(files, place) as folder:
+        tried = {
+            "writing": probes.modes(files, folder, root=root),
+            "exclusive create": probes.exclusive_create(files, folder),
+            "hard links": probes.hard_links(files, folder),
+            "rename": probes.renames(files, folder),
+            "locks": probes.locks(folder, mount_of(root)),
+            "fsync": probes.fsync(files, folder),
+            "reflink": probes.reflink(files, folder),
+            "names": probes.names(files, folder),
+            "clock": probes.clock(files, folder),
+            "space": probes.space(files, folder),
+        }
+        # The probes are generators, and run only here, so that a failing probe does not stop the others.
+        for check, findings in tried.items():
+            yield from _findings_of(check, findings, untried)
 
 
 def _versions() -> dict[str, str | None]:
