@@ -33,6 +33,7 @@ from layerstore.model import (
     LayerVersion,
     Parameter,
     PolicyUse,
+    Saving,
 )
 from layerstore.numbers import can_convert
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
@@ -48,25 +49,16 @@ _AGE_FIELDS = ("layer", "run", "attempt", "step", "steps", "saves")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeanSave:
-    """One of the saves that are averaged."""
-
-    run: str
-    attempt: int
-    step: int
-    weight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
     """The averages that replace the base's masters."""
 
-    saves: tuple[MeanSave, ...]
+    saves: tuple[tuple[Saving, float], ...]
+    """The saves that are averaged, with their weights."""
     layers: dict[str, tuple[tuple[LayerEntry, float], ...]]
     """The versions of each averaged layer with their weights; layers with only the base's own version are left out."""
 
     def __str__(self) -> str:
-        names = [f"{save.run}@{save.step}" for save in self.saves]
+        names = [f"{save.run}@{save.step}" for save, _ in self.saves]
         if len(names) == 1:
             return f"masters of {names[0]}"
         ends = f"{names[0]} and {names[1]}" if len(names) == 2 else f"{len(names)} saves, {names[0]} to {names[-1]}"
@@ -208,7 +200,10 @@ class Composition:
 
     @staticmethod
     def _mean_fields(mean: Mean) -> dict[str, object]:
-        saves = [{name: getattr(save, name) for name in ("run", "attempt", "step", "weight")} for save in mean.saves]
+        saves = [
+            {"run": save.run, "attempt": save.attempt, "step": save.step, "weight": weight}
+            for save, weight in mean.saves
+        ]
         return {"saves": saves, "layers": list(mean.layers)}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from layerstore.compose.choose import Composition, Mean, MeanSave
+from layerstore.compose.choose import Composition, Mean
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.history import Resolved, references_to, resolve, saves_below
 from layerstore.model import BlobRef, LayerEntry, Saving
@@ -78,10 +78,6 @@ def average(
     if not means:
         return composition  # each layer to average has only the base's version
     used = ((save.name, tuple(save.entries[layer] for layer in means)) for save in saves if save.name is not None)
-    weighed = (
-        MeanSave(run=averaged.save.run, attempt=averaged.save.attempt, step=averaged.save.step, weight=averaged.weight)
-        for averaged in saves
-    )
     return replace(
         composition,
         policy="average",
@@ -90,7 +86,7 @@ def average(
             **({} if ema is None else {"ema": ema}),
             **({} if layers is None else {"layers": layers}),
         },
-        mean=Mean(saves=tuple(weighed), layers=means),
+        mean=Mean(saves=tuple((each.save, each.weight) for each in saves), layers=means),
         chosen_from=(*composition.chosen_from, *used),
     )
 
