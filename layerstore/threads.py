@@ -9,7 +9,7 @@ import mmap
 import resource
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -53,12 +53,14 @@ def check_room() -> None:
         raise MemoryError("there is no room for a thread's stack") from exc
 
 
-def run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return the results in order; after the first error, start nothing more."""
+def run_all(pool: Executor, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return the results in order; after the first error start nothing more, and raise once all that runs has ended."""
     futures = [pool.submit(work, item) for item in items]
     try:
         return [future.result() for future in futures]
     except BaseException:
+        # Wait for the rest: the caller may close files or discard drafts that running work still uses.
         for future in futures:
             future.cancel()
+        wait(futures)
         raise

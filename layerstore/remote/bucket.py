@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Future
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -43,7 +43,6 @@ from layerstore.remote.remotes import checked_url, credentials_hint
 from layerstore.threads import Threads, start
 
 Answer = TypeVar("Answer")
-Item = TypeVar("Item")
 Chunks = Callable[[], Iterable[bytes | memoryview]]
 """Returns the bytes to write, from the start at each call, because a request may be retried."""
 
@@ -414,20 +413,6 @@ def _interruptible(send: Callable[[], Answer]) -> Answer:
 
     start(threading.Thread(target=work, name="request", daemon=True))
     return answer.result()
-
-
-def in_parallel(pool: Executor, work: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Do *work* on all *items*; if one fails, raise only once the others have ended."""
-    futures = [pool.submit(work, item) for item in items]
-    try:
-        for future in futures:
-            future.result()
-    except BaseException:
-        # Wait for the rest: the caller may close files or discard drafts that running work still uses.
-        for future in futures:
-            future.cancel()
-        wait(futures)
-        raise
 
 
 def _client_of(url: str, *, may_make: bool) -> Cloud | Folder:

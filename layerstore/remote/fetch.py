@@ -22,9 +22,9 @@ from layerstore.layers import typed
 from layerstore.layout import OBJECT_ID, Layout
 from layerstore.limits import REMOTE_REQUESTS_MAX, VERIFY_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectId, StoredObject
-from layerstore.remote.bucket import Bucket, in_parallel
+from layerstore.remote.bucket import Bucket
 from layerstore.storage import ObjectStore, Stretch, check_hash, read_chunks
-from layerstore.threads import Threads
+from layerstore.threads import Threads, run_all
 
 # How many objects to prefetch at most.
 _AHEAD_MAX = 2 * REMOTE_REQUESTS_MAX
@@ -375,7 +375,7 @@ class _SparseObjects:
             source = self._files.open(path)
             try:
                 with self._files.overwrite(path) as target:
-                    in_parallel(self._pool, lambda number: self._fetch_chunk(ref, number, source, target), numbers)
+                    run_all(self._pool, lambda number: self._fetch_chunk(ref, number, source, target), numbers)
             except BaseException:
                 source.close()
                 raise

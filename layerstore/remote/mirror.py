@@ -27,14 +27,14 @@ from layerstore.layers import is_name, typed
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, Commit, ObjectId, Pin, StoredObject
-from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, in_parallel
+from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket
 from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, make_room, trim
 from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.folder import Listed
 from layerstore.remote.identity import collected_since, identity_of
 from layerstore.remote.saving import BucketParts, BucketWriter, Reliance
 from layerstore.storage import RecordName, RecordStore, Repository, Trash, name_in, open_repository
-from layerstore.threads import Threads
+from layerstore.threads import Threads, run_all
 
 Answer = TypeVar("Answer")
 
@@ -188,7 +188,7 @@ class MirroredRecords(RecordStore):
                 gone.append(entry.name)
 
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="records") as pool:
-            in_parallel(pool, fetch, missing)
+            run_all(pool, fetch, missing)
         return frozenset(listed).difference(gone)
 
     def _fetch(self, entry: Listed) -> bool:

@@ -28,7 +28,6 @@ from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Pin
 from layerstore.progress import Progress, Silent
 from layerstore.publish import Transaction, check_pin_means
-from layerstore.remote.bucket import in_parallel
 from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.mirror import Remote
 from layerstore.remote.push import Failures, raise_failures
@@ -44,7 +43,7 @@ from layerstore.storage import (
     open_repository,
     read_chunks,
 )
-from layerstore.threads import Threads
+from layerstore.threads import Threads, run_all
 
 _PUBLISHED_BYTES = 128 << 20
 _PUBLISHED_TIMES_MAX = 16
@@ -341,7 +340,7 @@ class _Pull:
         sizes = [ref.size_bytes for ref in refs]
         for part in filter(None, cut(sizes, count=min(sum(sizes) // _PUBLISHED_BYTES + 1, _PUBLISHED_TIMES_MAX))):
             try:
-                in_parallel(pool, partial(self._stage, objects), refs[part.start : part.stop])
+                run_all(pool, partial(self._stage, objects), refs[part.start : part.stop])
             finally:
                 objects.publish()  # after an error, too: objects that have arrived need not be fetched again
 
@@ -376,7 +375,7 @@ def fetch_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterat
 
     with ObjectWriter(repo.layout, repo.files, repo.objects) as writer:
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
-            in_parallel(pool, stage, refs)
+            run_all(pool, stage, refs)
         yield writer.staged
 
 

@@ -32,11 +32,11 @@ from layerstore.limits import (
 )
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Pin
 from layerstore.progress import Progress
-from layerstore.remote.bucket import Bucket, RemoteNotice, in_parallel
+from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.identity import Inventory, claim, collected_since, pushed_records
 from layerstore.shares import cut
 from layerstore.storage import RecordName, Repository, check_hash, read_chunks
-from layerstore.threads import Threads
+from layerstore.threads import Threads, run_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,7 +446,7 @@ class _Push:
         parts = cut([ref.size_bytes for ref in refs], count=shares.count)
         mine, *theirs = (refs[part.start : part.stop] for part in parts)
         with shares.scatter_work(self._repo, send_share, [(self._bucket.url, part) for part in theirs]) as answers:
-            in_parallel(pool, self._send_object, mine)
+            run_all(pool, self._send_object, mine)
             answers()
         for part in theirs:
             for ref in part:
@@ -468,7 +468,7 @@ def send_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterato
     """Send some objects to the bucket at a URL on behalf of the leading process."""
     url, refs = part
     with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="push") as pool:
-        in_parallel(pool, partial(send_object, repo, Bucket(url)), refs)
+        run_all(pool, partial(send_object, repo, Bucket(url)), refs)
     yield
 
 
