@@ -135,37 +135,17 @@ class Tensor:
 _LEAVES = frozenset({bool, int, float, str, bytes, Size, Global, type(None)})
 
 
-def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:  # noqa: PLR0911  # one line a type
+def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:
     """Return a copy of *tree* in which *replacement* maps every tensor."""
-    match tree:
-        case Tensor():
-            return replacement(tree)
-        case OrderedMap():
-            return OrderedMap(_pairs(tree, replacement), tree.attributes)
-        case Inert():
-            return Inert(
-                name=tree.name,
-                arguments=tuple(replace_tensors(item, replacement) for item in tree.arguments),
-                made_by_new=tree.made_by_new,
-                state=replace_tensors(tree.state, replacement),
-                has_state=tree.has_state,
-                appended=[replace_tensors(item, replacement) for item in tree.appended],
-                items=_pairs(tree.items, replacement),
-            )
-        case dict():
-            return _pairs(tree, replacement)
-        case list():
-            return [replace_tensors(item, replacement) for item in tree]
-        case tuple() if type(tree) is tuple:  # a Size is a leaf
-            return tuple(replace_tensors(item, replacement) for item in tree)
-        case _:
-            return tree
-
-
-def _pairs(tree: dict[Tree, Tree], replacement: Callable[[Tensor], Tensor]) -> dict[Tree, Tree]:
-    return {
-        key: value if type(value) in _LEAVES else replace_tensors(value, replacement) for key, value in tree.items()
-    }
+    if isinstance(tree, Tensor):
+        return replacement(tree)
+    # A module's attributes describe it, and are half of what there would be to walk through.
+    apart = tree.attributes if isinstance(tree, OrderedMap) else None
+    parts = [
+        part if type(part) in _LEAVES or part is apart else replace_tensors(part, replacement) for part in _parts(tree)
+    ]
+    made: Tree = _with_parts(tree, iter(parts), {}) if parts else tree
+    return made
 
 
 def changed(tree: dict[Tree, Tree], values: Mapping[Tree, Tree]) -> dict[Tree, Tree]:
