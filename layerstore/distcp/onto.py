@@ -5,13 +5,14 @@ The checkpoint holds masters and moments. Everything else that DeepSpeed needs c
 updates since the base (see ``advance``). Slices are cut for as many ranks as in the base, whatever the folder's chunks.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
 from layerstore.distcp.read import DcpFolder
-from layerstore.distcp.transfer import Wanted, stage
+from layerstore.distcp.transfer import Versions, Wanted, stage
 from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch, Overtaken
@@ -34,15 +35,9 @@ from layerstore.layers import unwrapped
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter
 from layerstore.numbers import can_convert
-from layerstore.progress import Progress
 from layerstore.slices import Slices
 from layerstore.source import read_source_file, stat_source
-from layerstore.staging import (
-    NONE_COMPACT,
-    CompactLayers,
-    Content,
-    Staging,
-)
+from layerstore.staging import Content, Staging
 from layerstore.states import RankState, SourceFile
 from layerstore.storage import ObjectWriter, Repository
 from layerstore.tree import Tree
@@ -62,53 +57,24 @@ _USUAL = ("model.", "optim.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DcpCheckpoint:
-    """A distributed checkpoint that was read onto a base."""
+class _States:
+    """The states of a base's ranks, and what has changed in them since."""
 
-    checkpoint: Checkpoint
-    """As if DeepSpeed had saved it; the paths in its slices identify tensors instead of files."""
-    _wanted: Mapping[Path, Wanted]
-    _files: Mapping[str, Path]
+    base: CommitRecord
+    states: tuple[RankState, ...]
+    updates_since: UpdatesSince
+    files: Mapping[str, Path]
     """Files of the folder that replace files of the base, by path in the base."""
-    _updates_since: UpdatesSince
-    _base: CommitRecord
-    _world_sizes: Mapping[str, int]
-    """The number of ranks that each layer is cut for, as in the base, by layer."""
 
-    def transfer(
-        self,
-        repo: Repository,
-        writer: ObjectWriter,
-        progress: Progress,
-        *,
-        due: Collection[str],
-        known_before: bool,
-        moments: bool = True,
-        compact: CompactLayers = NONE_COMPACT,
-    ) -> Content:
-        """Do what `layerstore.ingest.transfer` does for a DeepSpeed checkpoint; raises the same errors."""
-        return stage(
-            self.checkpoint,
-            self._wanted,
-            writer,
-            progress,
-            world_sizes=self._world_sizes,
-            stage_states=self._states,
-            due=due,
-            known_before=known_before,
-            moments=moments,
-            compact=compact,
-        )
-
-    def _states(
-        self, staging: Staging, writer: ObjectWriter, versions: Mapping[str, BlobRef]
+    def stage(
+        self, staging: Staging, writer: ObjectWriter, versions: Versions
     ) -> tuple[tuple[BlobRef, ...], list[str]]:
         """Stage the ranks' states; return them, and a note if the new weights made files stale."""
-        states = self.checkpoint.states
-        if self._updates_since.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
+        states, base = self.states, self.base
+        if self.updates_since.is_nothing and versions == {entry.layer: entry.version for entry in base.layers}:
             # Nothing was updated since the base: the folder holds the base's own save.
-            self._claim([*self._base.states, *(ref for state in states for ref in objects_of_state(state))], writer)
-            return self._base.states, []
+            self._claim([*base.states, *(ref for state in states for ref in objects_of_state(state))], writer)
+            return base.states, []
         paths = {file.path for state in states for file in state.files} | {
             weights.path for state in states for weights in state.gathered
         }
@@ -126,9 +92,9 @@ class DcpCheckpoint:
                 executable=False,
                 content=staging.content_at(path, 0, stat_source(path).st_size),
             )
-            for name, path in self._files.items()
+            for name, path in self.files.items()
         }
-        moved = advance(state, self._updates_since, files)
+        moved = advance(state, self.updates_since, files)
         self._claim(objects_of_state(moved), writer)
         return staging.whole_state(moved)
 
@@ -137,7 +103,7 @@ class DcpCheckpoint:
         for ref in refs:
             if not writer.reuse(ref):
                 raise Overtaken(
-                    f"a rank's state of {self._base.run}@{self._base.step} is gone; nothing was saved",
+                    f"a rank's state of {self.base.run}@{self.base.step} is gone; nothing was saved",
                     hint="repeat the command",
                 )
 
@@ -145,9 +111,14 @@ class DcpCheckpoint:
 # -- reading the folder --------------------------------------------------------------------------------------------
 
 
-def read_dcp(repo: Repository, path: Path, base: Resolved, *, follow: bool = False) -> DcpCheckpoint:
+def read_dcp(
+    repo: Repository, path: Path, base: Resolved, *, follow: bool = False
+) -> tuple[Checkpoint, Callable[..., Content]]:
     """
     Read the FSDP checkpoint in the folder *path* onto *base*; links in it are followed only with *follow*.
+
+    Return it as if DeepSpeed had saved it, and the function that stages it. The paths in its slices identify tensors
+    instead of files.
 
     Raises:
         SourceCheckpoint: The checkpoint is incomplete, damaged or untrusted.
@@ -181,10 +152,10 @@ class _Reading:
         self._optimizer = self._prefix(moments, "moment")
         self._check_nothing_else(set(names))
 
-    def checkpoint(self) -> DcpCheckpoint:
-        """Return the folder as a checkpoint with the layers of its base."""
+    def checkpoint(self) -> tuple[Checkpoint, Callable[..., Content]]:
+        """Return the folder as a checkpoint with the layers of its base, and the function that stages it."""
         base, folder = self._base, self._folder
-        states = [self._repo.state(ref) for ref in base.states]
+        states = tuple(self._repo.state(ref) for ref in base.states)
         trained = list(self._states)
         counts = {name: self._count(name) for name in trained}
         updates_since = since(states[0], counts, self._settings(trained), later="the folder", earlier="the base")
@@ -202,25 +173,25 @@ class _Reading:
             stamps=stamps,
             notes=(),
         )
-        return DcpCheckpoint(
-            checkpoint=Checkpoint(
-                found=found,
-                step=checked_step(base.step + updates_since.updates, folder.path),
-                world_size=base.world_size,
-                stage=base.stage,
-                layers=layers,
-                states=tuple(states),
-                gathered=(),
-                files=(),
-                checks=tuple(folder.checks),
-                notes=tuple(self._notes(updates_since, {file.path for file in kept} - files.keys())),
-                layer_pattern=base.layout.layer_pattern,
-            ),
-            _wanted=self._wanted,
-            _files=files,
-            _updates_since=updates_since,
-            _base=base,
-            _world_sizes={version.layer: version.world_size for version in self._versions},
+        checkpoint = Checkpoint(
+            found=found,
+            step=checked_step(base.step + updates_since.updates, folder.path),
+            world_size=base.world_size,
+            stage=base.stage,
+            layers=layers,
+            states=states,
+            gathered=(),
+            files=(),
+            checks=tuple(folder.checks),
+            notes=tuple(self._notes(updates_since, {file.path for file in kept} - files.keys())),
+            layer_pattern=base.layout.layer_pattern,
+        )
+        return checkpoint, partial(
+            stage,
+            checkpoint,
+            self._wanted,
+            world_sizes={version.layer: version.world_size for version in self._versions},
+            stage_states=_States(base=base, states=states, updates_since=updates_since, files=files).stage,
         )
 
     def _has_its_own(self, file: SourceFile) -> bool:

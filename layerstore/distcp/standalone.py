@@ -5,8 +5,8 @@ Tensors are cut into slices during the read, the fewest that keep objects small.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -23,12 +23,11 @@ from layerstore.handover import DcpState, Held
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import SLICED_BYTES, STEP_MAX
 from layerstore.model import DCP, BlobRef, Kind
-from layerstore.progress import Progress
 from layerstore.slices import slice_length, valid_elements
 from layerstore.source import list_folder, stat_source
-from layerstore.staging import NONE_COMPACT, CompactLayers, Content, Staging
+from layerstore.staging import Content, Staging
 from layerstore.states import SourceFile
-from layerstore.storage import ObjectWriter, Repository
+from layerstore.storage import ObjectWriter
 from layerstore.tree import Tree
 from layerstore.zero3 import (
     Checkpoint,
@@ -46,60 +45,6 @@ _STEP_KEYS = ("step", "global_step", "train_state.step")
 """The keys under which trainers keep their own step, as a value of the state."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StandaloneCheckpoint:
-    """A distributed checkpoint that was read by itself."""
-
-    checkpoint: Checkpoint
-    """As if DeepSpeed had saved it; the paths in its slices identify tensors instead of files."""
-    _wanted: Mapping[Path, Wanted]
-    _state: DcpState
-    _beside: tuple[Path, ...]
-    """Other small files in the folder, which are kept byte for byte."""
-
-    def transfer(
-        self,
-        repo: Repository,
-        writer: ObjectWriter,
-        progress: Progress,
-        *,
-        due: Collection[str],
-        known_before: bool,
-        moments: bool = True,
-        compact: CompactLayers = NONE_COMPACT,
-    ) -> Content:
-        """Do what `layerstore.ingest.transfer` does for a DeepSpeed checkpoint; raises the same errors."""
-        del repo
-        return stage(
-            self.checkpoint,
-            self._wanted,
-            writer,
-            progress,
-            world_sizes=dict.fromkeys((layer.layer for layer in self.checkpoint.layers), self.checkpoint.world_size),
-            stage_states=self._states,
-            due=due,
-            known_before=known_before,
-            moments=moments,
-            compact=compact,
-        )
-
-    def _states(
-        self, staging: Staging, writer: ObjectWriter, versions: Versions
-    ) -> tuple[tuple[BlobRef, ...], tuple[str, ...]]:
-        """Stage everything that is not a layer."""
-        del writer, versions
-        folder = self.checkpoint.found.folder
-        files = [
-            SourceFile(
-                path=path.relative_to(folder).as_posix(),
-                executable=False,
-                content=staging.content_at(path, 0, stat_source(path).st_size),
-            )
-            for path in self._beside
-        ]
-        return (staging.whole_state(self._state.kept(files)),), ()
-
-
 def read_standalone(
     path: Path,
     *,
@@ -107,9 +52,12 @@ def read_standalone(
     layer_pattern: re.Pattern[str] | None = None,
     allowed_globals: frozenset[str] = frozenset(),
     follow: bool = False,
-) -> StandaloneCheckpoint:
+) -> tuple[Checkpoint, Callable[..., Content]]:
     """
     Read the DCP checkpoint in the folder *path*, as step *step* if given, otherwise as the step in the checkpoint.
+
+    Return it as if DeepSpeed had saved it, and the function that stages it. The paths in its slices identify tensors
+    instead of files.
 
     Raises:
         SourceCheckpoint: The checkpoint is incomplete, damaged or untrusted.
@@ -123,26 +71,46 @@ def read_standalone(
     beside = tuple(_beside(folder))
     stamps = {file: stamp_of(file) for file in (*folder.files, *folder.metadata, *beside)}
     found = FoundCheckpoint(folder=folder.path, tag=DCP, flavour=DCP, ranks=(), others=(), stamps=stamps, notes=())
-    return StandaloneCheckpoint(
-        checkpoint=Checkpoint(
-            found=found,
-            step=_step(folder, values, counts.values(), given=step),
-            # No ranks are known: count one rank for each slice.
-            world_size=cut.shards,
-            stage=STAGE_3,
-            layers=tuple(cut.layers(counts)),
-            states=(),
-            gathered=(),
-            files=(),
-            checks=tuple(folder.checks),
-            notes=(),
-            layer_pattern=None if layer_pattern is None else layer_pattern.pattern,
-            flags=(DCP,),
-        ),
-        _wanted=cut.wanted,
-        _state=contents.state(folder.entries, values),
-        _beside=beside,
+    checkpoint = Checkpoint(
+        found=found,
+        step=_step(folder, values, counts.values(), given=step),
+        # No ranks are known: count one rank for each slice.
+        world_size=cut.shards,
+        stage=STAGE_3,
+        layers=tuple(cut.layers(counts)),
+        states=(),
+        gathered=(),
+        files=(),
+        checks=tuple(folder.checks),
+        notes=(),
+        layer_pattern=None if layer_pattern is None else layer_pattern.pattern,
+        flags=(DCP,),
     )
+    return checkpoint, partial(
+        stage,
+        checkpoint,
+        cut.wanted,
+        world_sizes=dict.fromkeys((layer.layer for layer in checkpoint.layers), cut.shards),
+        stage_states=partial(
+            _stage_state, state=contents.state(folder.entries, values), beside=beside, folder=folder.path
+        ),
+    )
+
+
+def _stage_state(
+    staging: Staging, writer: ObjectWriter, versions: Versions, *, state: DcpState, beside: Iterable[Path], folder: Path
+) -> tuple[tuple[BlobRef, ...], tuple[str, ...]]:
+    """Stage *state*, which is everything that is not a layer, with the files *beside* the checkpoint's own."""
+    del writer, versions
+    files = [
+        SourceFile(
+            path=path.relative_to(folder).as_posix(),
+            executable=False,
+            content=staging.content_at(path, 0, stat_source(path).st_size),
+        )
+        for path in beside
+    ]
+    return (staging.whole_state(state.kept(files)),), ()
 
 
 def _counts(contents: Contents, values: Mapping[str, Tree]) -> dict[str, int]:

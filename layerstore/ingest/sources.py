@@ -84,15 +84,15 @@ def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> Inges
 def _standalone(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
     if options.tag is not None:
         raise InvalidInput(f"--tag was given, but {path} has none: DeepSpeed did not save it", hint="leave --tag out")
-    read = read_standalone(
+    checkpoint, stage = read_standalone(
         path,
         step=options.step,
         layer_pattern=compile_pattern(options.layer_pattern),
         allowed_globals=options.allowed_globals,
         follow=options.follow,
     )
-    run = _checked_run(repo, read.checkpoint.found.run_name if options.run is None else options.run)
-    return IngestSource(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
+    run = _checked_run(repo, checkpoint.found.run_name if options.run is None else options.run)
+    return IngestSource(run=run, checkpoint=checkpoint, transfer=stage)
 
 
 def _onto(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
@@ -106,10 +106,10 @@ def _onto(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
         raise InvalidInput(f"--onto and {option} were both given", hint="leave out the latter: the base decides it")
     base = resolve(repo, options.onto)
     run = _checked_run(repo, base.record.run if options.run is None else options.run)
-    read = read_dcp(repo, path, base, follow=options.follow)
+    checkpoint, stage = read_dcp(repo, path, base, follow=options.follow)
     if run == base.record.run and not options.opens_attempt:
-        _check_newest(repo, base, read.checkpoint.step)
-    return IngestSource(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
+        _check_newest(repo, base, checkpoint.step)
+    return IngestSource(run=run, checkpoint=checkpoint, transfer=stage)
 
 
 def _check_newest(repo: Repository, base: Resolved, step: int) -> None:
