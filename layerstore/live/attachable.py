@@ -1,73 +1,21 @@
-"""The interface of everything that can be saved and resumed: DeepSpeed's engine, or a module with its optimizers."""
+"""What can be saved and resumed: DeepSpeed's engine, or a module with its optimizers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from os import PathLike
 from reprlib import repr as short
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from layerstore.compose import Composition
 from layerstore.errors import InvalidInput
-from layerstore.live.binding import Binding
-from layerstore.live.engine import Engine
 from layerstore.live.levels import Levels, levels_of
-from layerstore.live.ranks import Exchange
-from layerstore.rank_options import AdamStep
 from layerstore.store import Store, StrPath
 
+if TYPE_CHECKING:
+    from layerstore.live.deepspeed import AttachableEngine, EngineLoad
+    from layerstore.live.module import AttachableModule, ModuleLoad
 
-class Loading(Protocol):
-    """A composite that was read and checked for one rank, before anything changes."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """A sentence on each thing that does not carry over."""
-
-    @property
-    def random_state(self) -> dict[str, Any] | None:
-        """The state of this rank's random number generators; None if none was saved."""
-
-    @property
-    def client_state(self) -> dict[str, Any]:
-        """The user's client_state."""
-
-    @property
-    def counters(self) -> tuple[int, int, int]:
-        """Updates, samples and skipped updates, as the engine counts them."""
-
-    def fill(self) -> None:
-        """Load the composite into this rank's part of the engine or module."""
-
-
-class Attachable(Protocol):
-    """An engine, or a module with its optimizers, that a saver can be attached to."""
-
-    @property
-    def engine(self) -> Engine:
-        """The interface that a saver reads."""
-
-    @property
-    def binding(self) -> Binding:
-        """The attached saver, and the commit that the engine holds."""
-
-    def meet(self, exchange: Exchange) -> None:
-        """Exchange which rank holds what, if a saver needs to know. Collective."""
-
-    def settle(self) -> None:
-        """Wait for all pending saves. Collective."""
-
-    def install(self) -> Callable[[], None]:
-        """Make the engine's own saves and loads use the store; return a function that undoes this."""
-
-    def read(
-        self, exchange: Exchange, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None
-    ) -> Loading:
-        """Read *composition* and check that it fits. Collective, but may raise on one rank alone."""
-
-    def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
-        """Call *fill* on all ranks. Collective."""
-
-    def warn(self, what: str, *notes: str) -> None:
-        """Log *notes* about *what*, on one rank only."""
+Attachable: TypeAlias = "AttachableEngine | AttachableModule"
+Loading: TypeAlias = "EngineLoad | ModuleLoad"
+"""A composite that was read and checked for one rank, before anything changes."""
 
 
 def trained_and_levels(
