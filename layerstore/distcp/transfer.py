@@ -19,6 +19,7 @@ from layerstore.staging import (
     Checksums,
     CompactLayers,
     Content,
+    Reader,
     SourceReader,
     Staging,
     coding_losses,
@@ -116,7 +117,7 @@ def _staged(staging: Staging, compact: CompactLayers, layer: str, source: Object
     return staging.planned(source, compact.plan(layer, source))
 
 
-class _TensorReader:
+class _TensorReader(Reader):
     """Reads the folder's tensors, in the store's types, by the paths in slices, and its files by their own paths."""
 
     def __init__(self, wanted: Mapping[Path, Wanted], files: SourceReader, checksums: Checksums) -> None:
@@ -138,14 +139,6 @@ class _TensorReader:
                 self._checksums.note(run.path, position, len(data), crc32(data))
                 position += len(data)
                 yield _exactly(wanted, data)
-
-    def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
-        """Fill each buffer with the bytes at its path and offset."""
-        for path, offset, buffer in places:
-            begin = 0
-            for data in self.chunks(path, offset, len(buffer)):
-                buffer[begin : begin + len(data)] = data
-                begin += len(data)
 
 
 def _exactly(wanted: Wanted, data: memoryview) -> memoryview:

@@ -86,9 +86,14 @@ class Reader(Protocol):
 
     def read_into(self, places: Sequence[ReadTarget]) -> None:
         """Fill each buffer with the bytes at its file and offset."""
+        for path, offset, buffer in places:
+            filled = 0
+            for chunk in self.chunks(path, offset, len(buffer)):
+                buffer[filled : filled + len(chunk)] = chunk
+                filled += len(chunk)
 
 
-class SourceReader:
+class SourceReader(Reader):
     """Reads the files of a source, and keeps a few of them open; each thread has its own open files."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from layerstore.parts import LayerPart
 from layerstore.policy import Policy, chosen_policy
 from layerstore.precision import PrecisionName, keyframes
 from layerstore.publish import Transaction
-from layerstore.staging import Checksums, CompactLayers, Staging, layer_part
+from layerstore.staging import Checksums, CompactLayers, Reader, Staging, layer_part
 from layerstore.store import Store, StrPath, init, open_store
 from layerstore.threads import Threads, run_all
 from layerstore.zero3 import ObjectSource
@@ -272,7 +272,7 @@ def _parts(staging: Staging, compact: CompactLayers, staged: Iterable[_Staged]) 
         yield layer_part(layer, objects, compact, staging)
 
 
-class _Reader:
+class _Reader(Reader):
     """Reads the tensors of a plan, by item number; each is on the host only while it is read."""
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner, copies: Copies | None) -> None:
@@ -291,8 +291,3 @@ class _Reader:
         data = self._bytes(path)
         for start in range(offset, offset + size_bytes, IO_CHUNK_BYTES):
             yield data[start : min(start + IO_CHUNK_BYTES, offset + size_bytes)]
-
-    def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
-        """Fill each buffer with the bytes at its path and offset."""
-        for path, offset, buffer in places:
-            buffer[:] = self._bytes(path)[offset : offset + len(buffer)]

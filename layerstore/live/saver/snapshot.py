@@ -8,7 +8,7 @@ any size. The saver delays the next update until nothing is left to copy.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from layerstore.errors import Unsupported
 from layerstore.limits import MIB
 from layerstore.live.engine import Captured
 from layerstore.model import Kind
+from layerstore.staging import Reader
 from layerstore.zero3 import ObjectSource, SliceSource
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class CopyFailed(Exception):
     """The engine's memory could not be copied; the cause is attached."""
 
 
-class Snapshot:
+class Snapshot(Reader):
     """One save's slices between the engine and the writer, which reads them in the order of *slices*."""
 
     def __init__(self, captured: Captured, slices: list[SliceSource]) -> None:
@@ -197,14 +198,6 @@ class Snapshot:
                 # Only after the reader has used the chunk: the copying thread may overwrite its memory next.
                 self._pool.give_back()
             offset += len(chunk.data)
-
-    def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
-        """Fill each buffer with the bytes of the next slice, as `chunks` does."""
-        for path, offset, buffer in places:
-            filled = 0
-            for chunk in self.chunks(path, offset, len(buffer)):
-                buffer[filled : filled + len(chunk)] = chunk
-                filled += len(chunk)
 
     def discard(self) -> None:
         """Drop the rest, so that the copying thread does not wait for a writer that has given up."""
