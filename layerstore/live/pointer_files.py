@@ -7,7 +7,7 @@ Saves write pointers, loads follow them, and `checkpoint` makes a folder of poin
 
 import os
 import secrets
-from contextlib import nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -193,25 +193,18 @@ def checkpoint(
     Raises:
         NotFound: The commit does not exist, or was not saved by a Trainer.
     """
-    import torch.distributed as dist
-
-    exchange = Exchange() if dist.is_initialized() else None
-    raise_on_all = nullcontext if exchange is None else exchange.raise_on_all
-    try:
-        with raise_on_all():
+    with closing(Exchange()) as exchange:
+        with exchange.raise_on_all():
             opened = store_if_there(store)
             composite = None if opened is None else _composite_of(opened, ref, policy)
-        if exchange is not None and not exchange.is_same("" if composite is None else composite[0].commit):
+        if not exchange.is_same("" if composite is None else composite[0].commit):
             raise Conflict("the ranks see different commits", hint="use RUN@STEP; is another job still saving?")
         if opened is None or composite is None:
-            if exchange is None or exchange.rank == 0:
+            if exchange.rank == 0:
                 log_nothing_yet(opened or store, ref)
             return None
-        with raise_on_all():
+        with exchange.raise_on_all():
             return _written(opened, *composite, folder)
-    finally:
-        if exchange is not None:
-            exchange.close()
 
 
 def _composite_of(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, Pointer] | None:
