@@ -125,7 +125,7 @@ class ObjectEncoding:
 
     def __init__(self, source: ObjectSource, how: Compact, objects: ObjectStore) -> None:
         codings = [how.precision.coding(source.kind, part.state, part.dtype) for part in source.slices]
-        self.tensors = [_uncoded(part, coding) for part, coding in zip(source.slices, codings, strict=True)]
+        self.tensors = [stored_tensor(part, 0, coding) for part, coding in zip(source.slices, codings, strict=True)]
         """Each tensor's checksum is set once its slice is coded."""
         self.reference = how.reference
         self.losses: dict[str, Error] = {}
@@ -213,13 +213,14 @@ class ObjectEncoding:
             self._file.close()
 
 
-def _uncoded(part: SliceSource, coding: str) -> StoredTensor:
+def stored_tensor(part: SliceSource, checksum: int, coding: str = "") -> StoredTensor:
+    """Return the description of *part* in its object."""
     return StoredTensor(
         name=part.name,
         state=part.state,
         dtype=part.dtype,
         elements=part.elements,
-        crc32=0,
+        crc32=checksum,
         coding=coding,
         box=part.box,
     )

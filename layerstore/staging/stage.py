@@ -29,7 +29,7 @@ from layerstore.model import (
     StoredTensor,
 )
 from layerstore.source import OpenedSource, open_source
-from layerstore.staging.encode import Compact, ObjectEncoding
+from layerstore.staging.encode import Compact, ObjectEncoding, stored_tensor
 from layerstore.states import GatheredFile, ObjectContent, RankState, SourceFile
 from layerstore.storage import ObjectWriter
 from layerstore.tree import Located, Tensor, replace_tensors
@@ -414,7 +414,7 @@ class Staging:
         if witness is not None:
             for part, (_, _, stretch) in zip(slices, places, strict=True):
                 witness(part, 0, stretch)
-        tensors = [_stored(part, crc32(stretch)) for part, (_, _, stretch) in zip(slices, places, strict=True)]
+        tensors = [stored_tensor(part, crc32(stretch)) for part, (_, _, stretch) in zip(slices, places, strict=True)]
         self._checksums.note_slices(slices, tensors)
         self._advance(framing.size_bytes - len(framing.header))
         hasher = ObjectHasher()
@@ -447,7 +447,7 @@ class Staging:
                     witness(part, start, chunk)
                 start += len(chunk) // by_code(part.dtype).bytes
                 self._advance(len(chunk))
-            tensors.append(_stored(part, checksum))
+            tensors.append(stored_tensor(part, checksum))
         self._checksums.note_slices(slices, tensors)
         ref = BlobRef(id=hasher.id(), size_bytes=hasher.size_bytes)
         return _Inspected(ref, tuple(tensors), hasher.chunks())
@@ -456,9 +456,3 @@ class Staging:
         yield frame(slices).header
         for part in slices:
             yield from self._reader.chunks(part.path, part.offset_bytes, part.size_bytes)
-
-
-def _stored(part: SliceSource, checksum: int) -> StoredTensor:
-    return StoredTensor(
-        name=part.name, state=part.state, dtype=part.dtype, elements=part.elements, crc32=checksum, box=part.box
-    )
