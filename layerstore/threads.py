@@ -1,16 +1,17 @@
 """
-Pools of threads that fail cleanly when memory is short.
+Threads, and pools of them, that fail cleanly when memory is short.
 
 CPython waits forever for a thread that runs out of memory while it starts, and a pool keeps the work submitted for a
 thread that could not start. So a thread is started only if there is room for it; a pool needs only its first thread.
 """
 
 import mmap
+import queue
 import resource
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -43,6 +44,30 @@ def start(thread: threading.Thread) -> None:
     """Start *thread*; raises MemoryError if there is no room for it."""
     check_room()
     thread.start()
+
+
+class Worker(Generic[Item]):
+    """A thread with a queue of items."""
+
+    def __init__(self, name: str, work: Callable[[Item], None]) -> None:
+        self._work = work
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        # A daemon thread: a process that exits without closing its saver must not be kept alive.
+        self._thread = threading.Thread(target=self._run, name=f"layerstore-{name}", daemon=True)
+        start(self._thread)
+
+    def add(self, item: Item) -> None:
+        """Queue *item*."""
+        self._items.put(item)
+
+    def close(self) -> None:
+        """End the thread once its queue is empty."""
+        self._items.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            self._work(item)
 
 
 def check_room() -> None:

@@ -18,7 +18,6 @@ from layerstore.live.saver.results import Job
 from layerstore.live.saver.retries import Retries
 from layerstore.live.saver.sending import pin
 from layerstore.live.saver.snapshot import Copier, Pool
-from layerstore.live.saver.worker import Worker
 from layerstore.model import Commit, CommitId, LayerEntry, LayerVersion
 from layerstore.parts import Part
 from layerstore.publish import (
@@ -34,6 +33,7 @@ from layerstore.publish import (
 )
 from layerstore.staging import referable
 from layerstore.storage import Repository
+from layerstore.threads import Worker
 
 POLL_SECONDS, POLL_SECONDS_MAX = 0.02, 1.0
 """

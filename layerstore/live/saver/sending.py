@@ -15,11 +15,11 @@ from layerstore.history import Resolved
 from layerstore.live.log import LOG, one_line
 from layerstore.live.ranks import GroupParts
 from layerstore.live.saver.results import Job
-from layerstore.live.saver.worker import Worker
 from layerstore.model import Commit, CommitId
 from layerstore.parts import Part
 from layerstore.publish import GivenUp, JointCommit, copy_commit, copy_share, fail_share, make_pin, parts_of
 from layerstore.storage import RecordName, Repository
+from layerstore.threads import Worker
 
 _POLL_SECONDS, _POLL_SECONDS_MAX = 0.02, 1.0
 _PAUSE_SECONDS_MAX = 60.0
