@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.live.saver.retries import Retries
+from layerstore.live.saver.background import Retries
 from layerstore.remote import Bucket, RemoteNotice
 
 
