@@ -15,7 +15,6 @@ from layerstore.live.log import LOG, one_line
 from layerstore.live.ranks import Exchange, own_versions
 from layerstore.live.saver.following import Following
 from layerstore.live.saver.results import Job
-from layerstore.live.saver.sending import pin
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.model import Commit, CommitId, LayerEntry, LayerVersion
 from layerstore.parts import Part
@@ -244,9 +243,7 @@ class Background:
                     job.joint.step,
                     job.joint.precision.name,
                 )
-            if not self._following.commits_later:
-                pin(self._repo, job.commit, job.joint)
-            self._following.visible()
+            self._following.visible(commit, job.joint)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             if not job.failure:  # otherwise the writing thread has logged it
                 job.failure = one_line(exc)

@@ -9,10 +9,11 @@ from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
 from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.results import ERRORS_MAX, Job, Status
-from layerstore.live.saver.sending import Sender
+from layerstore.live.saver.sending import Sender, pin
+from layerstore.model import Commit
 from layerstore.parts import Part
 from layerstore.policy import Keep
-from layerstore.publish import SaveTiming, note_timing
+from layerstore.publish import JointCommit, SaveTiming, note_timing
 from layerstore.storage import Repository
 from layerstore.store import Store
 
@@ -63,14 +64,10 @@ class Following:
         if self._sender is not None:
             self._sender.send(job, part)
 
-    @property
-    def commits_later(self) -> bool:
-        """Whether commits are made later, in the next level, which also gets the pins."""
-        return self._sender is not None
-
-    def visible(self) -> None:
-        """Send and collect after a commit that is visible in the first level."""
+    def visible(self, commit: Commit, joint: JointCommit) -> None:
+        """Pin *commit*, which is visible, send it and collect; from a node's own level, the sender does so later."""
         if self._sender is None:
+            pin(self.repo, commit, joint)
             self._committed()
 
     def note(self, session: str, timing: SaveTiming) -> None:
