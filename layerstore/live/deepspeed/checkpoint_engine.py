@@ -241,10 +241,6 @@ class StoreCheckpointEngine:
 
     # -- the rest of the interface -------------------------------------------------------------------------------
 
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:  # DeepSpeed's signature
-        """Make a folder."""
-        self.real.makedirs(path, exist_ok=exist_ok)
-
     def is_decoupled(self) -> bool:
         """Return False: DeepSpeed need not wait for saves."""
         return False
