@@ -10,7 +10,7 @@ from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.filenames import owner_of_file
 from layerstore.history import METRICS
 from layerstore.layers import ADAPTER_WEIGHTS
-from layerstore.limits import GIB
+from layerstore.limits import GIB, STEP_MAX
 from layerstore.live.engine import FOLDER, Engine, Memory, NotPlain, random_state
 from layerstore.live.log import LOG
 from layerstore.model import DCP, SourceLayout
@@ -20,9 +20,6 @@ from layerstore.source import read_source_file
 from layerstore.staging import KeptFile
 from layerstore.storage import Repository
 from layerstore.zero3 import beside_shards, flavour_of
-
-_STEP_END = 10**18
-"""The name of a record has 18 digits for the step."""
 
 FILE_BYTES_MAX = 2 * GIB
 """Files next to the shards are held in memory, up to this size each."""
@@ -113,7 +110,7 @@ def _step(step: object) -> int:
         number = operator.index(step)  # type: ignore[arg-type]  # integers of numpy, too
     except TypeError as exc:
         raise InvalidInput(f"step= is {step!r}, not a whole number") from exc
-    if not 0 <= number < _STEP_END:
+    if not 0 <= number < STEP_MAX:
         raise InvalidInput(f"step= is {number}; steps are counted from 0, and have at most 18 digits")
     return number
 
