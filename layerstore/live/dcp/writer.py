@@ -131,8 +131,11 @@ class StoreWriter(StorageWriter, AsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Make the store, on the coordinator, if it does not exist."""
-        if is_coordinator and self._create and self._opened is None and not _is_store(self._path):
-            init(self._path).close()
+        if is_coordinator and self._create and self._opened is None:
+            try:
+                open_store(self._path).close()
+            except NoStore:
+                init(self._path).close()
 
     @property
     def _store(self) -> Store:
@@ -226,14 +229,6 @@ class StoreWriter(StorageWriter, AsyncStager):
         """Return False: the run and the step identify the commit."""
         del checkpoint_id
         return False
-
-
-def _is_store(path: StrPath) -> bool:
-    try:
-        open_store(path).close()
-    except NoStore:
-        return False
-    return True
 
 
 def _items(plans: Sequence[SavePlan]) -> Iterator[Item]:
