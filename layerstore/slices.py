@@ -225,7 +225,7 @@ class Slices:
             first = averaged[0][0]
             # Frozen parameters have no master, and so no mean.
             self._means |= {name: averaged for name in first.parameters if first.shards(Kind.MASTER, name)}
-        self._stored: dict[tuple[Kind, str, str, int], StoredSlice] = {}
+        self._buffers: dict[tuple[str, int], StoredSlice] = {}
         self._shards: dict[tuple[Kind, str], int] = {}
         self.size_bytes = 0
         """The size of all slices."""
@@ -235,7 +235,8 @@ class Slices:
                 kind, shard, shards = stored.kind, stored.shard, stored.shards
                 for part in slices_in(stored):
                     tensor = part.tensor
-                    self._stored[kind, tensor.name, tensor.state, shard] = part
+                    if kind is Kind.BUFFERS:
+                        self._buffers[tensor.name, shard] = part
                     self._by_name.setdefault((kind, tensor.name, tensor.state), []).append(part)
                     if isinstance(version, OwnVersion) and shards > 1 and kind is not Kind.BUFFERS:
                         shape = self.parameters[tensor.name].shape
@@ -243,11 +244,11 @@ class Slices:
                     self._shards[kind, tensor.name] = shards
                     self.size_bytes += tensor.elements * by_code(tensor.dtype).bytes
 
-    def find(self, kind: Kind, name: str, *, shard: int, state: str = "") -> StoredSlice:
-        """Return one slice; raises LayoutMismatch if it is not stored."""
-        stored = self._stored.get((kind, name, state, shard))
+    def buffer(self, name: str, *, shard: int = 0) -> StoredSlice:
+        """Return a rank's copy of a buffer, by default the first rank's; raises LayoutMismatch if it is not stored."""
+        stored = self._buffers.get((name, shard))
         if stored is None:
-            raise _not_stored(kind, name, state, f" for rank {shard}")
+            raise _not_stored(Kind.BUFFERS, name, "", f" for rank {shard}")
         return stored
 
     def dtype(self, kind: Kind, name: str, *, state: str = "") -> str:

@@ -16,7 +16,6 @@ from layerstore.errors import Unsupported
 from layerstore.filenames import WEIGHTS
 from layerstore.framing import Frame, framed
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
-from layerstore.model import Kind
 from layerstore.slices import Piece, Slices
 from layerstore.states import ObjectContent, TensorSource
 
@@ -144,7 +143,7 @@ def _pieces(tensor: WeightTensor, slices: Slices, offset: int) -> Iterator[Piece
         assert tensor.stored is not None
         yield whole(tensor.stored, offset)
     elif tensor.source is TensorSource.BUFFER:
-        yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
+        yield slices.buffer(tensor.layer_name).piece(offset)
     else:
         for run in tensor.runs or (Run(name=tensor.layer_name, start=0, elements=prod(tensor.shape)),):
             yield from slices.pieces(

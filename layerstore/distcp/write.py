@@ -158,8 +158,7 @@ class _FilePlanner:
 def held_pieces(slices: Slices, held: Held, *, dtype: str, offset: int, begin: int, end: int) -> Iterator[Piece]:
     """Yield the pieces of *slices* that make up the elements *begin* to *end* of a tensor, to be put at *offset*."""
     if held.kind is Kind.BUFFERS:  # if the ranks' buffers differed, the first rank's is used
-        stored = slices.find(held.kind, held.name, shard=0)
-        yield stored.piece(offset, start=begin, elements=end - begin)
+        yield slices.buffer(held.name).piece(offset, start=begin, elements=end - begin)
     elif begin < end:
         yield from slices.pieces(
             held.kind, held.name, state=held.state, dtype=dtype, offset=offset, begin=begin, end=end

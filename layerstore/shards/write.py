@@ -305,7 +305,7 @@ class _Rank:
     def _buffer(self, name: str) -> StoredSlice:
         # If every rank saved its own buffer, additional ranks get a copy of rank 0's.
         rank, slices = self._state.rank, self._slices
-        return slices.find(Kind.BUFFERS, name, shard=rank if rank < slices.shards(Kind.BUFFERS, name) else 0)
+        return slices.buffer(name, shard=rank if rank < slices.shards(Kind.BUFFERS, name) else 0)
 
     def _members(self, storage: Storage) -> tuple[set[int], list[_Member]]:
         """Return how many bytes *storage* may have, and its members in order."""
@@ -421,7 +421,7 @@ def _gathered_pieces(file: GatheredFile, slices: Slices, *, rank: int, world_siz
         elif rank:
             continue
         elif tensor.source is TensorSource.BUFFER:
-            yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
+            yield slices.buffer(tensor.layer_name).piece(offset)
         else:
             assert tensor.stored is not None
             yield whole(tensor.stored, offset)

@@ -41,11 +41,8 @@ def masters(store: Store, ref: str, layer: str) -> Numbers:
     version = repo.version_of(entry)
     slices, found = Slices([version]), []
     for parameter in version.parameters:
-        for shard in range(slices.shards(Kind.MASTER, parameter.name)):
-            try:
-                piece = slices.find(Kind.MASTER, parameter.name, shard=shard).piece(0)
-            except layerstore.errors.LayoutMismatch:
-                continue  # a rank that has only padding
+        for stored, _, _ in slices.stretches(Kind.MASTER, parameter.name, begin=0, end=math.prod(parameter.shape)):
+            piece = stored.piece(0)
             with repo.objects.open(piece.object) as file:
                 found.append(np.frombuffer(file.read_at(piece.object_offset, piece.size_bytes), "<f4"))
     repo.catalog.close()
