@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from layerstore.disk import hours_on
 from layerstore.errors import (
@@ -39,7 +37,7 @@ from layerstore.limits import (
 )
 from layerstore.remote.cloud import Cloud, first_line
 from layerstore.remote.folder import Folder, Listed
-from layerstore.remote.remotes import checked_url, credentials_hint
+from layerstore.remote.remotes import checked_url, credentials_hint, folder_at
 from layerstore.threads import Threads, start
 
 Answer = TypeVar("Answer")
@@ -125,7 +123,8 @@ class Bucket:
         """
         self.url = checked_url(url)
         self.on_made = on_made
-        self._client = _client_of(self.url, may_make=may_make)
+        folder = folder_at(self.url)
+        self._client = Cloud(self.url) if folder is None else Folder(folder, url=self.url, may_make=may_make)
         self._pid = os.getpid()
         self._retries = True
         self._report: Callable[[str], None] | None = None
@@ -413,13 +412,6 @@ def _interruptible(send: Callable[[], Answer]) -> Answer:
 
     start(threading.Thread(target=work, name="request", daemon=True))
     return answer.result()
-
-
-def _client_of(url: str, *, may_make: bool) -> Cloud | Folder:
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        return Folder(Path(unquote(parts.path)), url=url, may_make=may_make)
-    return Cloud(url)
 
 
 def _body(chunks: Iterable[bytes | memoryview], part_bytes: int) -> bytearray | Iterator[bytes | bytearray]:
