@@ -614,9 +614,7 @@ class Store:
             raise InvalidInput("read_data and read_data_subset were both given", hint="leave one of the two out")
         repo = self._repo
         if repo.remote is not None:
-            from layerstore.remote import reread
-
-            reread(repo)
+            repo.records.refresh(anew=True)
             repo = replaced(repo, shares=ALONE)  # the other processes would check their own mirrors
         return verify_store(
             repo,

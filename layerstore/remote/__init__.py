@@ -2,9 +2,9 @@
 
 from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.collect import collect
-from layerstore.remote.heal import heal, heal_identity, verify_remote
+from layerstore.remote.heal import heal, heal_identity
 from layerstore.remote.identity import claim, kept_there, make_there
-from layerstore.remote.mirror import Remote, reread
+from layerstore.remote.mirror import Remote
 from layerstore.remote.pull import (
     Pulled,
     check_same_store,
@@ -42,8 +42,6 @@ __all__ = [
     "pull",
     "push",
     "refuse_folder",
-    "reread",
     "send_to_folder",
     "take_over",
-    "verify_remote",
 ]

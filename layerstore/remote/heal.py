@@ -14,18 +14,12 @@ from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
 from layerstore.remote.bucket import Bucket, Chunks
 from layerstore.remote.identity import identity_of, pushed_records, records_in
-from layerstore.remote.mirror import Remote, reread
+from layerstore.remote.mirror import Remote
 from layerstore.remote.push import chunks_of
 from layerstore.storage import Repository
 
 # More than one pass, because a restored blob references objects that could not be checked before.
 _LOOKS_MAX = 4
-
-
-def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Verdict:
-    """Check all records and object sizes in the bucket itself, not the cache; with *read_data*, every byte as well."""
-    reread(remote.repo)
-    return verify_store(remote.repo, read_data=read_data, progress=progress)
 
 
 def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[Fetched, ...]:
@@ -68,7 +62,8 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
     """
     done, before = Repaired(), set[str]()
     for _ in range(_LOOKS_MAX):
-        verdict = verify_remote(remote, read_data=read_data, progress=progress)
+        remote.repo.records.refresh(anew=True)
+        verdict = verify_store(remote.repo, read_data=read_data, progress=progress)
         new = replace(verdict, damaged=tuple(damage for damage in verdict.damaged if damage.path not in before))
         sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # skips what was sent to no effect
         paths = {fetched.path for fetched in sent}

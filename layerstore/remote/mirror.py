@@ -33,7 +33,7 @@ from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.folder import Listed
 from layerstore.remote.identity import collected_since, identity_of
 from layerstore.remote.saving import BucketParts, BucketWriter, Reliance
-from layerstore.storage import RecordName, RecordStore, Repository, Trash, name_in, open_repository
+from layerstore.storage import RecordName, RecordStore, Trash, name_in, open_repository
 from layerstore.threads import Threads, run_all
 
 Answer = TypeVar("Answer")
@@ -377,12 +377,6 @@ class MirroredObjects(FetchedObjects):
     def ids_in(self, prefix: str) -> list[ObjectId]:
         """Return the objects in the bucket whose ids begin with the two digits *prefix*, by id."""
         return sorted(self.source.listed(prefix))
-
-
-def reread(repo: Repository) -> None:
-    """Read all records and pins of the mirror *repo* again from its bucket."""
-    assert isinstance(repo.records, MirroredRecords), "it is a mirror"
-    repo.records.refresh(anew=True)
 
 
 class BucketTrash(Trash):

@@ -140,9 +140,9 @@ class RecordStore:
         self._seen: tuple[bytes, list[str]] | None = None
         """The text of ``store.json`` as it was last checked, and its unknown flags."""
 
-    def refresh(self, *, run: str | None = None) -> frozenset[str]:
-        """Reread the records of *run*, or of all runs, from the bucket that this mirrors; a local store has none."""
-        del run
+    def refresh(self, *, run: str | None = None, anew: bool = False) -> frozenset[str]:
+        """Fetch the records of *run*, or of all runs, from the bucket that this mirrors; a local store has none."""
+        del run, anew
         return frozenset()
 
     def runs(self) -> list[str]:
