@@ -278,7 +278,12 @@ class Catalog:
         unseen = sorted(name for name in records.values() if name is not None)
         damaged: dict[RecordName, LayerstoreError] = {}
         for start in range(0, len(unseen), _BATCH):
-            read = list(self._read(unseen[start : start + _BATCH], damaged))
+            read = []
+            for name, commit in self._records.each(unseen[start : start + _BATCH]):
+                if isinstance(commit, Commit):
+                    read.append(row_of(commit))
+                else:
+                    damaged[name] = commit
             self._add_rows(read)
             rows |= {row.file_name: row for row in read}
         return _Known(
@@ -287,15 +292,6 @@ class Catalog:
             view=RunView(run=run, rows={row.id: row for row in rows.values()}, damaged=damaged),
             stamp=stamp,
         )
-
-    def _read(self, names: list[RecordName], damaged: dict[RecordName, LayerstoreError]) -> Iterator[RecordRow]:
-        """Yield the rows of the records *names*; note unreadable ones in *damaged*."""
-        for name in names:
-            try:
-                yield row_of(self._records.read(name))
-            except LayerstoreError as exc:
-                if self._records.is_listed(name):  # otherwise it was removed in the meantime
-                    damaged[name] = exc
 
     def _drop_rows(self, names: Iterable[RecordName]) -> None:
         """Drop the rows of the records *names*, which are gone; warn about the records that still had a row."""
