@@ -14,12 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.format import StoreIdentity
-from layerstore.hashing import NameHasher
 from layerstore.history import named_by, note_pushed, pushed_to, references_to, resolve
 from layerstore.json_text import parse_json
 from layerstore.layers import typed
@@ -30,7 +29,7 @@ from layerstore.progress import Progress, Silent
 from layerstore.publish import Transaction, check_pin_means
 from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.mirror import Remote
-from layerstore.remote.push import Failures, raise_failures
+from layerstore.remote.push import Failures, chunks_of, raise_failures
 from layerstore.remote.remotes import Remotes, check_elsewhere, checked_url, folder_at
 from layerstore.shares import ALONE, Shares, cut
 from layerstore.storage import (
@@ -38,10 +37,8 @@ from layerstore.storage import (
     RecordName,
     Repository,
     Staged,
-    check_hash,
     make_store,
     open_repository,
-    read_chunks,
 )
 from layerstore.threads import Threads, run_all
 
@@ -66,21 +63,6 @@ class Pulled:
     """The ids of commits that were not fetched, because they are in the local trash."""
 
 
-class Origin(Protocol):
-    """Another store that commits come from: a remote, or a store on a disk."""
-
-    @property
-    def url(self) -> str:
-        """The origin's name in messages; for a remote, the URL by which other processes open it."""
-
-    @property
-    def repo(self) -> Repository:
-        """The origin's records and blobs."""
-
-    def checked(self, ref: BlobRef) -> Iterator[memoryview]:
-        """Yield the bytes of *ref*; raises IntegrityError, at the latest at the end, unless they match its name."""
-
-
 class OnDisk:
     """An open store on a disk as the origin of commits; a partial clone fetches the objects that it lacks."""
 
@@ -90,12 +72,7 @@ class OnDisk:
 
     def checked(self, ref: BlobRef) -> Iterator[memoryview]:
         """Yield the bytes of *ref*; raises IntegrityError, at the latest at the end, unless they match its name."""
-        hasher = NameHasher()
-        with self.repo.objects.open(ref) as file:
-            for data in read_chunks(file):
-                yield data
-                hasher.update(data)
-        check_hash(ref, hasher)
+        return chunks_of(self.repo, ref)
 
 
 def pull(
@@ -214,7 +191,7 @@ def clone(
 
 
 class _Pull:
-    def __init__(self, repo: Repository, remote: Origin, progress: Progress) -> None:
+    def __init__(self, repo: Repository, remote: Remote | OnDisk, progress: Progress) -> None:
         self._repo = repo
         self._remote = remote
         self._progress = progress
