@@ -1,14 +1,14 @@
 """A composite's weights as torch tensors in memory, for ``model.load_state_dict``; imports torch when it is called."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 from layerstore.arrays.tensors import Tensors, open_tensors
-from layerstore.assemble import read_mean, read_stretch
+from layerstore.assemble import fill_pieces
 from layerstore.dtypes import FLOATS, by_code, dtype_code
 from layerstore.model import BlobRef, Kind, LayerVersion, Parameter
-from layerstore.numbers import convert
-from layerstore.slices import Piece, Slices
+from layerstore.slices import Slices
 from layerstore.storage import Repository
 
 if TYPE_CHECKING:
@@ -61,21 +61,10 @@ def _mean(
     """Return the master of *parameter*, a mean, as the element type *code*; with *verified* None, verify nothing."""
     import torch
 
-    parts = []
-    for piece in slices.pieces(Kind.MASTER, parameter.name, dtype="F32", offset=0):
-        if verified is not None:
-            for ref in {*piece.objects} - verified:
-                repo.verify_object(ref)
-            verified.update(piece.objects)
-        parts += list(read_mean(repo, piece)) if piece.mean_of else [_whole(repo, piece)]
+    pieces = slices.pieces(Kind.MASTER, parameter.name, dtype="F32", offset=0)
+    data = bytearray(prod(parameter.shape) * by_code("F32").bytes)
+    fill_pieces(repo, pieces, memoryview(data), verified)
     # torch.frombuffer refuses an empty buffer.
-    master = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32) if parts else torch.empty(0)
+    master = torch.frombuffer(data, dtype=torch.float32) if data else torch.empty(0)
     target_type: torch.dtype = getattr(torch, by_code(code).torch_name)
     return master.reshape(parameter.shape).to(target_type)
-
-
-def _whole(repo: Repository, piece: Piece) -> memoryview:
-    """Return the bytes of *piece*, as fp32."""
-    data = memoryview(bytearray(piece.size_bytes))
-    read_stretch(repo, piece.object, piece.object_offset, data)
-    return convert(data, source=piece.rounding[0] if piece.rounding else "F32", target="F32")

@@ -18,7 +18,7 @@ from layerstore.assemble.assemble import (
     whole,
 )
 from layerstore.assemble.export import Exported, ExportPlan, execute_export, export_notes
-from layerstore.assemble.read import fill_pieces, read_mean, read_stretch
+from layerstore.assemble.read import fill_pieces
 from layerstore.assemble.safetensors import Run, WeightsFile, WeightTensor, weights_file, weights_files
 from layerstore.assemble.target import Force, Writing, appearing, checked_file, checked_target, files_in, write_file
 
@@ -46,8 +46,6 @@ __all__ = [
     "literal_file",
     "merged",
     "plan_source_file",
-    "read_mean",
-    "read_stretch",
     "weights_file",
     "weights_files",
     "whole",

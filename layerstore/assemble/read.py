@@ -49,30 +49,20 @@ def check_decoded(piece: Piece, checksum: int) -> None:
         )
 
 
-def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
-    """Fill *into* with the bytes of an object from *start*, unverified."""
-    with repo.open_object(ref, [(start, start + len(into))]) as file:
-        for at in range(0, len(into), IO_CHUNK_BYTES):
-            file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)
-
-
 def fill_pieces(
-    repo: Repository, pieces: Iterable[Piece], target: memoryview, verified: set[BlobRef], *, begin: int = 0
+    repo: Repository, pieces: Iterable[Piece], target: memoryview, verified: set[BlobRef] | None, *, begin: int = 0
 ) -> None:
     """
     Fill *target*, the bytes of a file from *begin*, with *pieces* in order, and zeros between them.
 
-    Objects are verified first, except those already in *verified*.
+    Objects are verified first, except those already in *verified*; with None, none is.
 
     Raises:
         IntegrityError: An object is damaged or missing.
     """
     pieces = tuple(pieces)
-    stretches: dict[BlobRef, list[Stretch]] = {}
-    for piece in pieces:
-        for part in piece.mean_of or (piece,):
-            stretches.setdefault(part.object, []).append((part.object_offset, part.object_offset + piece.size_bytes))
-    repo.verify_stretches(stretches, verified)
+    if verified is not None:
+        repo.verify_stretches(_stretches(pieces), verified)
     end = 0
     for piece in pieces:
         offset = piece.offset - begin
@@ -81,10 +71,24 @@ def fill_pieces(
         if piece.rounding is not None:
             _convert(repo, piece, target[offset:end])
             continue
-        read_stretch(repo, piece.object, piece.object_offset, target[offset:end])
+        _read_stretch(repo, piece.object, piece.object_offset, target[offset:end])
         if piece.is_coded:
             check_decoded(piece, crc32(target[offset:end]))
     target[end:] = bytes(len(target) - end)
+
+
+def _stretches(pieces: Iterable[Piece]) -> dict[BlobRef, list[Stretch]]:
+    stretches: dict[BlobRef, list[Stretch]] = {}
+    for piece in pieces:
+        for part in piece.mean_of or (piece,):
+            stretches.setdefault(part.object, []).append((part.object_offset, part.object_offset + piece.size_bytes))
+    return stretches
+
+
+def _read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
+    with repo.open_object(ref, [(start, start + len(into))]) as file:
+        for at in range(0, len(into), IO_CHUNK_BYTES):
+            file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)
 
 
 def _convert(repo: Repository, piece: Piece, target: memoryview) -> None:

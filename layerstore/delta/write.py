@@ -20,8 +20,7 @@ from layerstore.assemble import (
     appearing,
     checked_target,
     files_in,
-    read_mean,
-    read_stretch,
+    fill_pieces,
 )
 from layerstore.compose import Composition, compose_latest
 from layerstore.delta.codec import Encoding, encode_tensor
@@ -32,9 +31,7 @@ from layerstore.filenames import SUMMARY, WEIGHTS_INDEX
 from layerstore.hashing import object_id
 from layerstore.hf import CONFIG, plan_export
 from layerstore.history import references_to, resolve
-from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
-from layerstore.numbers import convert
 from layerstore.progress import Progress
 from layerstore.slices import Piece
 from layerstore.storage import Repository
@@ -165,8 +162,7 @@ class _Weights:
 
     def __init__(self, repo: Repository, plan: ExportPlan, *, verify: bool) -> None:
         self._repo = repo
-        self._verify = verify
-        self._verified: set[BlobRef] = set()
+        self._verified: set[BlobRef] | None = set() if verify else None
         self.tensors: dict[str, WeightTensor] = {}
         self._placed: dict[str, tuple[OutputFile, int]] = {}
         files = {file.path: file for file in plan.files}
@@ -185,15 +181,8 @@ class _Weights:
     def read(self, name: str) -> bytearray:
         """Return the bytes of the tensor."""
         data = bytearray(self.tensors[name].size_bytes)
-        view, at = memoryview(data), 0
-        for piece in self._cut(name):
-            for ref in {*piece.objects} - self._verified if self._verify else ():
-                self._repo.verify_object(ref)
-                self._verified.add(ref)
-            for chunk in self._chunks(piece):
-                view[at : at + len(chunk)] = chunk
-                at += len(chunk)
-        assert at == len(data), "a plan fills its tensors"
+        _, begin = self._placed[name]
+        fill_pieces(self._repo, self._cut(name), memoryview(data), self._verified, begin=begin)
         return data
 
     def _cut(self, name: str) -> Iterator[Piece]:
@@ -204,15 +193,3 @@ class _Weights:
         while at < len(output.pieces) and output.pieces[at].offset < end:
             yield from output.pieces[at].within(begin, end)
             at += 1
-
-    def _chunks(self, piece: Piece) -> Iterator[memoryview]:
-        source, target = piece.rounding or ("U8", "U8")
-        if piece.mean_of:
-            for chunk in read_mean(self._repo, piece):
-                yield convert(chunk, source="F32", target=target)
-            return
-        buffer = memoryview(bytearray(min(IO_CHUNK_BYTES, piece.size_bytes)))
-        for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
-            data = buffer[: piece.size_bytes - start]
-            read_stretch(self._repo, piece.object, piece.object_offset + start, data)
-            yield data if piece.rounding is None else convert(data, source=source, target=target)

@@ -31,7 +31,6 @@ from layerstore.assemble import (
     files_in,
     fill_pieces,
     merged,
-    read_stretch,
     whole,
 )
 from layerstore.compose import Composition
@@ -390,10 +389,9 @@ class RankLoad:
             target[:] = content
             return
         if isinstance(content, ObjectContent):
-            self._repo.objects.verify(content.object)
-            read_stretch(self._repo, content.object, whole(content, 0).object_offset, target)
-            return
-        pieces = self._rank.filling(storage, path=self.state.optimizer.path)
+            pieces = [whole(content, 0)]
+        else:
+            pieces = self._rank.filling(storage, path=self.state.optimizer.path)
         fill_pieces(self._repo, pieces, target, self._verified)
 
     def content(self, content: bytes | ObjectContent) -> bytes:
