@@ -42,7 +42,7 @@ from layerstore.progress import Progress, Silent
 from layerstore.rank_options import AdamStep, RankOptions
 from layerstore.shards.ranks import RankStates, plan_beside, plan_ranks
 from layerstore.shares import cut
-from layerstore.slices import Piece, Slices, StoredSlice, slice_length, valid_elements
+from layerstore.slices import Piece, Slices, slice_length, valid_elements
 from layerstore.states import (
     BufferContent,
     FlatContent,
@@ -226,21 +226,6 @@ def _older_form(repo: Repository, target: Path, *, tag: str) -> Callable[[Path],
 # -- one rank ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
-    """Elements of a parameter, or a buffer, in a storage."""
-
-    kind: Kind
-    name: str
-    state: str = ""
-    begin: int = 0
-    elements: int = 0
-    start: int = 0
-    """The index of their first element in the storage."""
-    is_derived: bool = False
-    """Whether they may be derived, by rounding the stored elements."""
-
-
 class _Rank:
     """One rank of a composite, and what fills the storages of its trees."""
 
@@ -277,76 +262,52 @@ class _Rank:
         Raises:
             LayoutMismatch: The chosen layers have more or fewer bytes than *storage*.
         """
-        filling: list[Piece] = []
-        item_bytes = by_code(storage.dtype).bytes
-        sizes, members = self._members(storage)
-        for part in members:
-            at = offset + part.start * item_bytes
-            if part.kind is Kind.BUFFERS:
-                filling.append(self._buffer(part.name).piece(at))
-            elif part.kind is not Kind.OPTIMIZER or self._has_moments:
-                filling += self._slices.pieces(
-                    part.kind,
-                    part.name,
-                    state=part.state,
-                    dtype=storage.dtype,
-                    offset=at,
-                    begin=part.begin,
-                    end=part.begin + part.elements,
-                    as_stored=not part.is_derived,
-                )
+        slices, rank, dtype = self._slices, self._state.rank, storage.dtype
+        item_bytes = by_code(dtype).bytes
+        match storage.content:
+            case FlatContent(state=state, group=group):
+                lengths = {self._sharding.elements(group, rank)}
+                if not state:
+                    # Stages 1 and 2 save masters without the padding at their end.
+                    lengths.add(self._sharding.lean(group, rank))
+                sizes = {length * item_bytes for length in lengths}
+                filling = [
+                    piece
+                    for part in (self._fragments_of(group) if self._has_moments or not state else ())
+                    for piece in slices.pieces(
+                        Kind.OPTIMIZER if state else Kind.MASTER,
+                        part.name,
+                        state=state,
+                        dtype=dtype,
+                        offset=offset + part.start * item_bytes,
+                        begin=part.begin,
+                        end=part.begin + part.elements,
+                        as_stored=True,
+                    )
+                ]
+            case FragmentContent(parameter=name) if not self._has_whole_model:
+                elements = prod(slices.parameter(name).shape)
+                length = slice_length(elements, self._world_size)
+                begin, valid = rank * length, valid_elements(elements, self._world_size, rank)
+                sizes = {length * item_bytes}
+                # FSDP2 may keep frozen weights in another type; DeepSpeed rounds its own.
+                filling = slices.pieces(Kind.WEIGHTS, name, dtype=dtype, offset=offset, begin=begin, end=begin + valid)
+            case BufferContent(buffer=name) if shards := slices.shards(Kind.BUFFERS, name):
+                # If every rank saved its own buffer, additional ranks get a copy of rank 0's.
+                buffer = slices.buffer(name, shard=rank if rank < shards else 0)
+                sizes, filling = {buffer.size_bytes}, [buffer.piece(offset)]
+            case FragmentContent(parameter=name) | BufferContent(buffer=name):
+                # FSDP2 keeps a buffer as it keeps a frozen parameter.
+                kind = slices.weights_kind(name, dtype)
+                sizes = {prod(slices.parameter(name).shape) * item_bytes}
+                filling = slices.pieces(kind, name, dtype=dtype, offset=offset)
+            case content:
+                raise IntegrityError(f"a storage has content that cannot be written: {type(content).__name__}")
         if storage.size_bytes not in sizes:
             raise LayoutMismatch(
                 f"{path}: the chosen layers fill {min(sizes)} bytes of a buffer of {storage.size_bytes}"
             )
         return filling
-
-    def _buffer(self, name: str) -> StoredSlice:
-        # If every rank saved its own buffer, additional ranks get a copy of rank 0's.
-        rank, slices = self._state.rank, self._slices
-        return slices.buffer(name, shard=rank if rank < slices.shards(Kind.BUFFERS, name) else 0)
-
-    def _members(self, storage: Storage) -> tuple[set[int], list[_Member]]:
-        """Return how many bytes *storage* may have, and its members in order."""
-        rank, item_bytes = self._state.rank, by_code(storage.dtype).bytes
-        match storage.content:
-            case FlatContent(state=state, group=group):
-                kind = Kind.OPTIMIZER if state else Kind.MASTER
-                lengths = {self._sharding.elements(group, rank)}
-                if not state:
-                    # Stages 1 and 2 save masters without the padding at their end.
-                    lengths.add(self._sharding.lean(group, rank))
-                members = [
-                    _Member(
-                        kind=kind,
-                        name=fragment.name,
-                        state=state,
-                        begin=fragment.begin,
-                        elements=fragment.elements,
-                        start=fragment.start,
-                    )
-                    for fragment in self._fragments_of(group)
-                ]
-                return {count * item_bytes for count in lengths}, members
-            case FragmentContent(parameter=name):
-                elements = prod(self._slices.parameter(name).shape)
-                if self._has_whole_model:
-                    kind = self._slices.weights_kind(name, storage.dtype)
-                    whole_one = _Member(kind=kind, name=name, elements=elements, is_derived=True)
-                    return {elements * item_bytes}, [whole_one]
-                length = slice_length(elements, self._world_size)
-                valid = valid_elements(elements, self._world_size, rank)
-                # FSDP2 may keep frozen weights in another type; DeepSpeed rounds its own.
-                member = _Member(kind=Kind.WEIGHTS, name=name, begin=rank * length, elements=valid, is_derived=True)
-                return {length * item_bytes}, [member] if valid else []
-            case BufferContent(buffer=name) if not self._slices.shards(Kind.BUFFERS, name):  # saved by FSDP2
-                elements = prod(self._slices.parameter(name).shape)
-                member = _Member(kind=Kind.WEIGHTS, name=name, elements=elements, is_derived=True)
-                return {elements * item_bytes}, [member]
-            case BufferContent(buffer=name):
-                return {self._buffer(name).size_bytes}, [_Member(kind=Kind.BUFFERS, name=name)]
-            case content:
-                raise IntegrityError(f"a storage has content that cannot be written: {type(content).__name__}")
 
 
 class RankLoad:
@@ -419,7 +380,7 @@ def _gathered_pieces(file: GatheredFile, slices: Slices, *, rank: int, world_siz
         elif rank:
             continue
         elif tensor.source is TensorSource.BUFFER:
-            yield slices.buffer(tensor.layer_name).piece(offset)
+            yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
         else:
             assert tensor.stored is not None
             yield whole(tensor.stored, offset)
