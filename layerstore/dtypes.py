@@ -17,31 +17,33 @@ class DType:
     """Size of one element."""
     torch_name: str
     """``torch.<name>``."""
+    numpy: str
+    """How numpy reads it. It lacks bfloat16 and 8-bit floats, whose bits are read as integers."""
     storage_class: str | None
     """The storage class that ``torch.save`` writes for this type; None if torch has only untyped storages for it."""
 
 
-def _row(code: str, size: int, torch_name: str, storage_class: str | None = None) -> DType:
-    return DType(code=code, bytes=size, torch_name=torch_name, storage_class=storage_class)
+def _row(code: str, size: int, torch_name: str, numpy: str, storage_class: str | None = None) -> DType:
+    return DType(code=code, bytes=size, torch_name=torch_name, numpy=numpy, storage_class=storage_class)
 
 
 DTYPES = (
-    _row("F64", 8, "float64", "DoubleStorage"),
-    _row("F32", 4, "float32", "FloatStorage"),
-    _row("F16", 2, "float16", "HalfStorage"),
-    _row("BF16", 2, "bfloat16", "BFloat16Storage"),
-    _row("I64", 8, "int64", "LongStorage"),
-    _row("I32", 4, "int32", "IntStorage"),
-    _row("I16", 2, "int16", "ShortStorage"),
-    _row("I8", 1, "int8", "CharStorage"),
-    _row("U8", 1, "uint8", "ByteStorage"),
-    _row("BOOL", 1, "bool", "BoolStorage"),
-    _row("C64", 8, "complex64", "ComplexFloatStorage"),
-    _row("F8_E4M3", 1, "float8_e4m3fn"),
-    _row("F8_E5M2", 1, "float8_e5m2"),
-    _row("U16", 2, "uint16"),
-    _row("U32", 4, "uint32"),
-    _row("U64", 8, "uint64"),
+    _row("F64", 8, "float64", "<f8", "DoubleStorage"),
+    _row("F32", 4, "float32", "<f4", "FloatStorage"),
+    _row("F16", 2, "float16", "<f2", "HalfStorage"),
+    _row("BF16", 2, "bfloat16", "<u2", "BFloat16Storage"),
+    _row("I64", 8, "int64", "<i8", "LongStorage"),
+    _row("I32", 4, "int32", "<i4", "IntStorage"),
+    _row("I16", 2, "int16", "<i2", "ShortStorage"),
+    _row("I8", 1, "int8", "i1", "CharStorage"),
+    _row("U8", 1, "uint8", "u1", "ByteStorage"),
+    _row("BOOL", 1, "bool", "?", "BoolStorage"),
+    _row("C64", 8, "complex64", "<c8", "ComplexFloatStorage"),
+    _row("F8_E4M3", 1, "float8_e4m3fn", "u1"),
+    _row("F8_E5M2", 1, "float8_e5m2", "u1"),
+    _row("U16", 2, "uint16", "<u2"),
+    _row("U32", 4, "uint32", "<u4"),
+    _row("U64", 8, "uint64", "<u8"),
 )
 
 _BY_CODE = {row.code: row for row in DTYPES}

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from weakref import WeakValueDictionary
 
+from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound
 from layerstore.model import BlobRef, Kind, LayerVersion
 from layerstore.nearest import did_you_mean, nearest, unknown
@@ -31,26 +32,6 @@ _WHY_NONE = {
     Kind.OPTIMIZER: "no optimizer state is stored for these layers",
     Kind.WEIGHTS: "all weights here follow from their masters",
     Kind.BUFFERS: "the model has no persistent buffers",
-}
-
-# How numpy reads each element type. It lacks bfloat16 and 8-bit floats, whose bits are returned as integers.
-_NUMPY = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "BF16": "<u2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "u1",
-    "BOOL": "?",
-    "C64": "<c8",
-    "F8_E4M3": "u1",
-    "F8_E5M2": "u1",
 }
 
 
@@ -123,13 +104,13 @@ class Tensors(Mapping[str, "Array"]):
             data = self._boxes_together(entry)
         else:
             data = b"".join(self._array(entry, part).data.cast("B") for part in entry.parts)
-        return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
+        return np.frombuffer(data, by_code(entry.dtype).numpy).reshape(entry.shape)
 
     def _boxes_together(self, entry: _Entry) -> bytes:
         """Return the bytes of a tensor whose parts are boxes of it, as tensor parallelism cuts columns."""
         import numpy as np
 
-        whole = np.zeros(entry.shape, _NUMPY[entry.dtype])
+        whole = np.zeros(entry.shape, by_code(entry.dtype).numpy)
         for part in entry.parts:
             offsets, sizes = part.tensor.box[: whole.ndim], part.tensor.box[whole.ndim :]
             place = tuple(slice(first, first + extent) for first, extent in zip(offsets, sizes, strict=True))
@@ -171,7 +152,7 @@ class Tensors(Mapping[str, "Array"]):
     def _array(self, entry: _Entry, part: StoredSlice) -> "Array":
         import numpy as np
 
-        kind, ref = _NUMPY[entry.dtype], part.object.ref
+        kind, ref = by_code(entry.dtype).numpy, part.object.ref
         if not part.object.is_coded:
             return np.frombuffer(self._map(ref), kind, part.tensor.elements, part.offset)
         with self._guard:

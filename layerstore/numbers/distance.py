@@ -8,31 +8,18 @@ the first chunk, since most commands do not need it.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
+from layerstore.numbers.rounding import numpy_type
 from layerstore.tree import Tree
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_BF16 = "BF16"
 # The minimum assumed for a layer's root mean square: initial weights are larger, learned zeros smaller.
 _FLOOR = 1e-3
-_NUMPY_CODES = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "<i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "<u1",
-    "BOOL": "<u1",
-}
+_NOT_MEASURED = frozenset({"C64", "F8_E4M3", "F8_E5M2"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +45,8 @@ def nothing_between(elements: int) -> Distance:
 
 
 def can_measure(dtype: str) -> bool:
-    """Whether elements of *dtype* are numbers, so that they have a distance."""
-    return dtype == _BF16 or dtype in _NUMPY_CODES
+    """Whether elements of *dtype* are real numbers that numpy can read, so that they have a distance."""
+    return dtype not in _NOT_MEASURED
 
 
 class Meter:
@@ -222,11 +209,4 @@ class WeightedMeter:
 def _numbers(data: memoryview, dtype: str) -> "npt.NDArray[np.float64]":
     import numpy as np
 
-    if dtype == _BF16:
-        # A bf16 is the upper half of an fp32; numpy has no bf16.
-        words = np.frombuffer(data, "<u2").astype(np.uint32)
-        words <<= np.uint32(16)
-        numbers: npt.NDArray[Any] = words.view(np.float32)
-    else:
-        numbers = np.frombuffer(data, _NUMPY_CODES[dtype])
-    return numbers.astype(np.float64)
+    return np.frombuffer(data, numpy_type(dtype)).astype(np.float64)

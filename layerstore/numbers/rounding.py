@@ -8,6 +8,8 @@ most commands do not need them.
 
 from typing import TYPE_CHECKING, Any
 
+from layerstore.dtypes import by_code
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -64,24 +66,25 @@ def _to_float32(data: Bytes, source: str) -> memoryview:
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.frombuffer(data, _numpy_type(source)).astype("<f4").data.cast("B")
+        return np.frombuffer(data, numpy_type(source)).astype("<f4").data.cast("B")
 
 
-def _numpy_type(dtype: str) -> "np.dtype[Any]":
+def numpy_type(dtype: str) -> "np.dtype[Any]":
+    """Return the numpy type of the element type *dtype*; 8-bit floats have none, and are bytes."""
     import numpy as np
 
     if dtype == "BF16":
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]  # ml_dtypes has no stub for it
-    return np.dtype({"F16": "<f2", "F32": "<f4", "F64": "<f8"}[dtype])
+    return np.dtype(by_code(dtype).numpy)
 
 
 def _rounded(data: Bytes, target: str) -> memoryview:
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity, as in the engine
-        rounded = np.frombuffer(data, "<f4").astype(_numpy_type(target)).view("<u2")
+        rounded = np.frombuffer(data, "<f4").astype(numpy_type(target)).view("<u2")
     if target == "BF16":
         # ml_dtypes keeps the sign of a NaN. Existing stores hold weights derived without that sign, so drop it.
         is_negative_nan = rounded == _BF16_NEGATIVE_NAN
