@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from layerstore.assemble.read import check_decoded, chunks_of, read_mean
 from layerstore.assemble.target import Writing
-from layerstore.disk import NewFile, OpenFile, Syncing
+from layerstore.disk import NewFile, Syncing
 from layerstore.errors import IntegrityError
 from layerstore.hashing import combine_crc32, crc32, crc32_of_zeros
 from layerstore.layers import is_inside
@@ -221,7 +221,7 @@ Supply = tuple[NewFile, Sequence[Piece]]
 
 
 class Converted(NamedTuple):
-    """A piece that was converted to another element type."""
+    """A piece that was written through memory: converted, decoded or only measured."""
 
     crc32: int
     size_bytes: int
@@ -278,7 +278,8 @@ def assembling(
         )
         yield assembly
         stack.pop_all()  # these files must be synced before they are closed
-        assembly.close()
+        syncing.add(assembly._shared)
+        syncing.wait()
         # Only once all others are on disk: these files mark the folder as complete.
         for path, data in (last or {}).items():
             assembly.bytes_written += len(data)
@@ -309,8 +310,6 @@ class Assembly:
     """Files that stay open until the end."""
     _claimed: set[BlobRef] = field(default_factory=set)
     """Objects that a task has verified or will verify: a damaged object fails its task and the whole assembly."""
-    _measured: dict[Path, dict[int, int]] = field(default_factory=dict)
-    """Checksum of each part of a slice that was copied, by file and offset."""
 
     def open_shared(self, output: OutputFile) -> NewFile:
         """Create a file that is supplied by several calls of `write`; it stays open until the end."""
@@ -332,17 +331,14 @@ class Assembly:
                 own = [(self._create(output, stack), output) for output in batch]
                 self._move([*((file, output.pieces) for file, output in own), *shared])
                 for file, output in own:
-                    measured = self._measured.pop(file.path, {})
-                    for offset, data in () if output.finish is None else _joined(output.finish(measured)):
-                        file.write_at(offset, data)
+                    if output.finish is not None:
+                        parts = self.converted.pop(file.path, {})
+                        literals = output.finish({offset: part.crc32 for offset, part in parts.items()})
+                        for offset, data in _joined(literals):
+                            file.write_at(offset, data)
                 stack.pop_all()  # complete: they are closed once they are synced
             self._syncing.add(file for file, _ in own)
             shared = ()
-
-    def close(self) -> None:
-        """Wait until all files are closed and, if they are to be durable, synced."""
-        self._syncing.add(self._shared)
-        self._syncing.wait()
 
     def check_converted(self, path: str, checks: Iterable[DerivedCheck]) -> None:
         """Raise if a tensor of the file *path* was rounded to bits that differ from the saved ones."""
@@ -427,8 +423,6 @@ class Assembly:
         check_decoded(piece, checksum)
         result = Converted(checksum, offset - piece.offset, infinite)
         self.converted.setdefault(file.path, {})[piece.offset] = result
-        if piece.is_measured:
-            self._measured.setdefault(file.path, {})[piece.offset] = checksum
         # Shards have masters and their roundings; the masters' bytes have been counted already.
         if self.is_export or piece.mean_of or piece.rounding is None:
             self.progress.advance(piece.size_bytes)
@@ -438,20 +432,13 @@ class Assembly:
             with repo.objects.open(task.objects[0]) as source:
                 for file, piece in task.copies:
                     if piece.is_measured:
-                        self._copy_measured(source, file, piece)
+                        # Through memory: no stored checksum covers a part of a slice.
+                        self._convert(chunks_of(source, piece), _AS_IS[0], file, piece)
                     else:
                         file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
-                    self.progress.advance(piece.size_bytes)
+                        self.progress.advance(piece.size_bytes)
         # The object was copied while it was verified: if it is damaged, this raises, and the folder never appears.
         prepared.result()
-
-    def _copy_measured(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
-        """Copy a part of a slice through memory: its checksum is not stored, so it must be computed."""
-        checksum, offset = 0, piece.offset
-        for data in chunks_of(source, piece):
-            file.write_at(offset, data)
-            offset, checksum = offset + len(data), crc32(data, checksum)
-        self._measured.setdefault(file.path, {})[piece.offset] = checksum
 
 
 def _joined(literals: Literals) -> Iterator[tuple[int, bytes]]:
