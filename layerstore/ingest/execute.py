@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from pathlib import Path
+from typing import Any
 
 from layerstore.errors import (
     Conflict,
@@ -22,6 +23,7 @@ from layerstore.errors import (
     Overtaken,
     StorageIO,
 )
+from layerstore.filenames import SUMMARY
 from layerstore.format import WITHOUT_MOMENTS, commit_id
 from layerstore.history import (
     NextCommit,
@@ -31,11 +33,12 @@ from layerstore.history import (
     saves_below,
     view_read_again,
 )
-from layerstore.ingest.composed import composed
 from layerstore.ingest.ingested import Ingested
 from layerstore.ingest.selection import layers_due
 from layerstore.ingest.sources import read_source
 from layerstore.ingest_options import IngestOptions
+from layerstore.json_text import parse_json
+from layerstore.limits import OWN_JSON_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry, PolicyUse, SourceLayout
 from layerstore.policy import Latest
 from layerstore.precision import compact_counts, keyframes
@@ -237,10 +240,25 @@ class _Ingest:
     def _how_to_keep_both(self) -> str:
         if self.options.onto is not None:
             return _HOW_TO_FIND_A_BASE
-        origin = composed(self.repo, self.checkpoint.found.folder)
-        if origin is None:
+        summary = self._summary()
+        if summary is None:
             return _HOW_TO_SAVE_IT
-        return _HOW_TO_KEEP_A_MIXTURE if origin.is_mixture else _HOW_TO_KEEP_A_COPY
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # anyone may have written the file
+            if "mean" not in summary and all(age["steps"] == 0 for age in summary["staleness"]["layers"].values()):
+                return _HOW_TO_KEEP_A_COPY
+        return _HOW_TO_KEEP_A_MIXTURE
+
+    def _summary(self) -> dict[str, Any] | None:
+        """Return the summary that compose wrote in the folder: empty if it cannot be read, None if there is none."""
+        summary = None
+        # Even if its summary cannot be read, compose wrote the folder: its layers may come from several saves.
+        with contextlib.suppress(LayerstoreError, ValueError):
+            path = self.checkpoint.found.folder / SUMMARY
+            data = self.repo.files.read_if_there(path, size_bytes_max=OWN_JSON_BYTES_MAX)
+            if data is None:
+                return None
+            summary = parse_json(data)
+        return summary if isinstance(summary, dict) else {}
 
     def _compact_as(self, record: CommitRecord, own: Mapping[str, LayerEntry]) -> CompactLayers:
         """Return how *record* kept its compact layers *own*; for a lost version, how the previous save kept it."""
@@ -388,10 +406,19 @@ class _Ingest:
         )
 
     def _origin_notes(self) -> Iterator[str]:
-        """Yield notes on the origin of a folder that compose wrote, which its checkpoint files do not show."""
-        origin = composed(self.repo, self.checkpoint.found.folder)
-        if origin is not None:
-            yield from origin.notes(self.checkpoint.step)
+        """Yield what the commit will not show about the origin of its layers, if compose wrote the folder."""
+        summary = self._summary() or {}
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # anyone may have written the file
+            if summary["step"] != self.checkpoint.step:
+                return
+            layers, base = len(summary["layers"]), f"{summary['run']}@{self.checkpoint.step}"
+            if summary.get("mixture"):
+                yield f"it was composed from several saves ({base} and others): log shows them as one"
+            if count := len(summary["compact"]):
+                yield (
+                    f"{count} of {layers} layers were composed from a save that was not kept bit for bit "
+                    f"({base}): they are stored as this folder has them, not as training had them"
+                )
 
     def _outcome(self, tx: Transaction, published: Published, content: Content) -> Ingested:
         writer, commit, is_new = tx.objects, published.commit, published.is_new
