@@ -4,7 +4,6 @@ Convert rank states of stages 1 and 2 to another number of ranks, or to the form
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import FIRST_SHARD
@@ -58,10 +57,10 @@ def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankSta
     masters = masters_in(outer)
     is_lean = outer.get("zero_stage") is not None  # the optimizer without this key pads its masters too
     flats: list[Tree] = [
-        _flat(
+        resized(
             masters[group].tensor(),
             after.lean(group, rank) if is_lean else after.elements(group, rank),
-            group=group,
+            FlatContent(state="", group=group),
         )
         for group in numbers
     ]
@@ -98,10 +97,6 @@ def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankSta
     )
 
 
-def _flat(sample: Tensor, elements: int, *, group: int, state: str = "") -> Tensor:
-    return resized(sample, elements, FlatContent(state=state, group=group))
-
-
 def _state(value: Tree, elements: int) -> Tree:
     is_flat = isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent)
     return resized(value, elements) if isinstance(value, Tensor) and is_flat else value
@@ -118,21 +113,14 @@ def as_stage_3(state: RankState) -> RankState:
     """
     Return *state* as a single rank would save it under stage 3; each param group becomes one sub-group.
 
-    The parameters of a group have the order in which the optimizer was given them.
+    The parameters of a group have the order in which the optimizer was given them. Flat buffers keep the lengths of
+    *state*: `regrouped` sets them.
     """
     model, outer, inner = TreeView.of(state.model), outer_optimizer(state), inner_optimizer(state)
     groups = sub_group_shapes(model)
     if is_dealt(model, outer):
         world_size = model["dp_world_size"].integer()
         groups = [{name: group[name] for name in gathered_again(list(group), world_size)} for group in groups]
-    lengths = [sum(map(prod, group.values())) for group in groups]
-    masters = masters_in(outer)
-    flats: list[Tree] = [_flat(masters[group].tensor(), count, group=group) for group, count in enumerate(lengths)]
-    kept: dict[Tree, Tree] = {
-        group: {key: _state(value, lengths[group]) for key, value in entry.mapping().items()}
-        for group, entry in inner["state"].children()
-        if isinstance(group, int)
-    }
     of_all = {key: value for key, value in outer.mapping().items() if key not in _OF_PARTITIONS}
     # DeepSpeed's optimizer that accumulates in fp32 keeps none of these three, but stage 3's loader requires them.
     scaler = Inert(name=_SCALER, made_by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
@@ -141,8 +129,8 @@ def as_stage_3(state: RankState) -> RankState:
         **({} if "loss_scaler" in of_all else {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}),
         **of_all,
         "partition_count": 1,
-        "optimizer_state_dict": changed(inner.mapping(), {"state": kept}),
-        "fp32_flat_groups": flats,
+        "optimizer_state_dict": inner.mapping(),
+        "fp32_flat_groups": masters_in(outer).sequence(),
     }
     optimizer = changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": tree})
     folder = state.model.path.rpartition("/")[0]
