@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Protocol
+from typing import TypeAlias
 
 from layerstore.errors import LayoutMismatch
 from layerstore.slices import slice_length
@@ -37,27 +37,6 @@ class Fragment:
     """The index of the first element within the buffer."""
 
 
-class Sharding(Protocol):
-    """How a ZeRO stage splits the trained parameters."""
-
-    @property
-    def cut(self) -> str:
-        """The word for this sharding in a version's ``cut``."""
-
-    @property
-    def groups(self) -> Groups:
-        """The parameters of every flat buffer."""
-
-    def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
-        """Yield the fragments that *rank* holds of the flat buffer *group*, in order."""
-
-    def elements(self, group: int, rank: int) -> int:
-        """Return the length of the flat buffers of *group*, padding included."""
-
-    def lean(self, group: int, rank: int) -> int:
-        """Return the length without the padding at the end; a master may be saved without it."""
-
-
 @dataclass(frozen=True)
 # Without slots, here and below: a cached property needs a __dict__.
 class EvenSharding:
@@ -66,6 +45,7 @@ class EvenSharding:
     groups: Groups
     world_size: int
     cut: str = "even"
+    """The word for this sharding in a version's ``cut``."""
 
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
         """Yield the fragments that *rank* holds of the flat buffer *group*, in order."""
@@ -107,7 +87,7 @@ class PartitionSharding:
 
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
         """Yield the fragments that *rank* holds of the flat buffer *group*, in order."""
-        size, starts, members = self.elements(group, rank), self._starts(group), self._members[group]
+        size, starts, members = self.elements(group, rank), self._starts[group], self._members[group]
         first, last = rank * size, (rank + 1) * size
         number = max(bisect_right(starts, first) - 1, 0)
         while number < len(members) and starts[number] < last:
@@ -119,12 +99,12 @@ class PartitionSharding:
 
     def elements(self, group: int, rank: int) -> int:
         """Return the length of the flat buffers of *group*, padding included."""
-        return _ALIGNMENT * -(-self._starts(group)[-1] // (_ALIGNMENT * self.world_size))
+        return _ALIGNMENT * -(-self._starts[group][-1] // (_ALIGNMENT * self.world_size))
 
     def lean(self, group: int, rank: int) -> int:
         """Return the length without the padding at the end; a master may be saved without it."""
         size = self.elements(group, rank)
-        return max(0, min(size, self._starts(group)[-1] - rank * size))
+        return max(0, min(size, self._starts[group][-1] - rank * size))
 
     @cached_property
     def _members(self) -> list[list[tuple[str, int]]]:
@@ -132,7 +112,8 @@ class PartitionSharding:
         return [[(name, prod(shape)) for name, shape in group.items()] for group in self.groups]
 
     @cached_property
-    def _starts_of(self) -> list[list[int]]:
+    def _starts(self) -> list[list[int]]:
+        """By group: where each parameter starts in it, and finally where the group ends."""
         starts = []
         for number, members in enumerate(self._members):
             paddings = self.paddings[number] if self.paddings else [0] * len(members)
@@ -140,9 +121,9 @@ class PartitionSharding:
             starts.append(list(accumulate(padded_lengths, initial=0)))
         return starts
 
-    def _starts(self, group: int) -> list[int]:
-        """Return where each parameter starts in the group, and finally where the group ends."""
-        return self._starts_of[group]
+
+Sharding: TypeAlias = EvenSharding | PartitionSharding
+"""How a ZeRO stage splits the trained parameters."""
 
 
 def sharding_in(state: RankState) -> Sharding:
