@@ -1,13 +1,13 @@
 """Hugging Face's folders: a composite's weights as Transformers and PEFT load them."""
 
 from layerstore.hf.meta_model import parameter_shapes
-from layerstore.hf.peft import plan_adapter
+from layerstore.hf.peft import plan_beside
 from layerstore.hf.plan import CONFIG, goes_along, plan_export
 
 __all__ = [
     "CONFIG",
     "goes_along",
     "parameter_shapes",
-    "plan_adapter",
+    "plan_beside",
     "plan_export",
 ]

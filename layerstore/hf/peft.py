@@ -135,15 +135,17 @@ def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> W
     )
 
 
-def plan_adapter(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
+def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
     """
-    Plan the *file* of an adapter's weights with the values of the chosen layers.
+    Plan a *file* next to the shards: an adapter's weights with the values of the chosen layers, any other unchanged.
 
-    *own* are the parameters whose weights the base itself saved.
+    *own* are the parameters of the layers that the base itself saved.
 
     Raises:
         Unsupported: Some tensors of an adapter's file belong to unknown parameters.
     """
+    if PurePosixPath(file.path).name != ADAPTER_WEIGHTS:
+        return plan_source_file(file)
     older = slices.parameters.keys() - own
     adapter = adapter_at(file.path)
     if not older or adapter is None:

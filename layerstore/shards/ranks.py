@@ -5,23 +5,20 @@ Sub-groups follow DeepSpeed's own rule. No tree is changed in place, so one rank
 many. Notes list what does not carry over.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
-from layerstore.assemble import OutputFile, plan_source_file
 from layerstore.compose import Composition, cautions, check_splittable, load_versions
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import RANDOM_STATE, WEIGHTS_FILE
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.hf import plan_adapter
 from layerstore.history import METRICS, references_to
-from layerstore.layers import ADAPTER_WEIGHTS, strip_wrappers
+from layerstore.layers import strip_wrappers
 from layerstore.model import CommitRecord, LayerVersion
 from layerstore.rank_options import AdamStep, RankOptions
 from layerstore.shards.successor import Successor, successor
 from layerstore.slices import Slices
-from layerstore.states import FlatContent, RankState, SourceFile, TensorSource
+from layerstore.states import FlatContent, RankState, TensorSource
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, changed
 from layerstore.zero3.reshard import (
@@ -180,17 +177,6 @@ def plan_ranks(
     if steps is not None or adapted is not None:
         states.state(0)  # raises before anything is written if the layers of a sub-group disagree
     return states
-
-
-def plan_beside(ranks: RankStates, file: SourceFile, *, own: Collection[str]) -> OutputFile:
-    """
-    Plan a file next to the shards: an adapter's weights with the values of the chosen layers, any other unchanged.
-
-    *own* are the parameters of the layers that the base itself saved.
-    """
-    if PurePosixPath(file.path).name != ADAPTER_WEIGHTS:
-        return plan_source_file(file)
-    return plan_adapter(ranks.repo, file, ranks.slices, own=own)
 
 
 def _first_state(repo: Repository, base: CommitRecord) -> RankState:

@@ -15,12 +15,13 @@ from layerstore.assemble import Archives, ExportPlan, Fill, OutputFile, export_n
 from layerstore.compose import Composition, cautions
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.filenames import RANDOM_STATE, SUMMARY
+from layerstore.hf import plan_beside
 from layerstore.history import references_to
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Kind, Parameter
 from layerstore.numbers import can_convert
 from layerstore.rank_options import RankOptions
-from layerstore.shards.ranks import buffer_notes, plan_beside, plan_optimizer, plan_ranks
+from layerstore.shards.ranks import buffer_notes, plan_optimizer, plan_ranks
 from layerstore.shards.write import plan_model_states
 from layerstore.slices import Piece, Slices
 from layerstore.states import RankState
@@ -91,7 +92,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
         )
     own_names = composition.own_parameters(ranks.versions)
     beside = [
-        plan_beside(ranks, file, own=own_names)
+        plan_beside(repo, file, slices, own=own_names)
         for file in state.files
         if not RANDOM_STATE.fullmatch(file.path) and not file.path.startswith(f"{base.layout.tag}/")
     ]

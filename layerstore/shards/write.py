@@ -37,10 +37,11 @@ from layerstore.compose import Composition
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY, is_shard
+from layerstore.hf import plan_beside
 from layerstore.model import BlobRef, Kind, OwnVersion
 from layerstore.progress import Progress, Silent
 from layerstore.rank_options import AdamStep, RankOptions
-from layerstore.shards.ranks import RankStates, plan_beside, plan_ranks
+from layerstore.shards.ranks import RankStates, plan_ranks
 from layerstore.shares import cut
 from layerstore.slices import Piece, Slices, slice_length, valid_elements
 from layerstore.states import (
@@ -201,7 +202,7 @@ def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozen
         ]
         if rank in mine:
             state = ranks.state(rank) if rank else first
-            beside = (plan_beside(ranks, file, own=own) for file in state.files)
+            beside = (plan_beside(ranks.repo, file, slices, own=own) for file in state.files)
             assembly.write(itertools.chain(_Rank(ranks, state).tree_files(pickles), beside), shared)
         else:
             assembly.write((), shared)
