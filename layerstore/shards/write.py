@@ -381,7 +381,7 @@ def _gathered_pieces(file: GatheredFile, slices: Slices, *, rank: int, world_siz
         elif rank:
             continue
         elif tensor.source is TensorSource.BUFFER:
-            yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
+            yield slices.buffer(tensor.layer_name).piece(offset)
         else:
             assert tensor.stored is not None
             yield whole(tensor.stored, offset)
