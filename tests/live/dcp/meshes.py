@@ -12,25 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from layerstore.dcp import StoreReader, StoreWriter
 from layerstore.store import Store
 from tests.forked import tell
-from tests.live.dcp.states import State, all_bits, blank
+from tests.live.dcp.states import all_bits, blank
+from tests.live.module.models import MESHES, mesh_of, state_of
 from tests.live.tiny import Faults, attempt, done, hold
 
 HIDDEN = 18
 """No number of ranks but 1, 2 and 3 divides it."""
 VOCAB = 50
-
-MESHES = {1: ("fsdp",), 2: ("fsdp",), 3: ("fsdp",), 4: ("fsdp", "hsdp", "tensor")}
-"""The forms of meshes on each number of ranks."""
 
 SAVED_AT = 3
 TRAINED_FOR = 6
@@ -84,15 +81,6 @@ def build(form: str, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def mesh_of(form: str) -> DeviceMesh:
-    """Return all ranks as a mesh."""
-    count = dist.get_world_size()
-    if form == "fsdp":
-        return init_device_mesh("cpu", (count,))
-    names = ("replicas", "shards") if form == "hsdp" else ("data", "tensor")
-    return init_device_mesh("cpu", (2, count // 2), mesh_dim_names=names)
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: int, *, form: str = "fsdp") -> list[str]:
     """Train from step *begin* to *end*; return the bits of the losses."""
     losses = []
@@ -105,12 +93,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: i
         optimizer.zero_grad()
         losses.append(float(loss.item()).hex())
     return losses
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> State:
-    """Return everything as PyTorch's examples do."""
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optim": moments, **more}
 
 
 def everywhere(options: Any) -> None:

@@ -10,7 +10,8 @@ import layerstore
 from layerstore import Store
 from layerstore.arrays import TensorKind
 from tests.forked import Launch, Nursery
-from tests.live.dcp.meshes import MESHES, SAVED_AT
+from tests.live.dcp.meshes import SAVED_AT
+from tests.live.module.models import MESHES
 
 RUNS = [f"{form}{count}" for count, forms in MESHES.items() for form in forms]
 

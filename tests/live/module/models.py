@@ -8,14 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from layerstore.dcp import StoreReader
-from tests.live.dcp.meshes import MESHES, mesh_of, state_of
 from tests.live.dcp.states import State, all_bits, blank
+
+MESHES = {1: ("fsdp",), 2: ("fsdp",), 3: ("fsdp",), 4: ("fsdp", "hsdp", "tensor")}
+"""The forms of meshes on each number of ranks."""
 
 FORMS = {count: (*forms, "ddp") for count, forms in MESHES.items()} | {1: ("one", "fsdp", "ddp")}
 """How a module is trained on each number of ranks."""
@@ -110,6 +114,15 @@ def placed(model: Every, form: str) -> nn.Module:
     return model
 
 
+def mesh_of(form: str) -> DeviceMesh:
+    """Return all ranks as a mesh."""
+    count = dist.get_world_size()
+    if form == "fsdp":
+        return init_device_mesh("cpu", (count,))
+    names = ("replicas", "shards") if form == "hsdp" else ("data", "tensor")
+    return init_device_mesh("cpu", (2, count // 2), mesh_dim_names=names)
+
+
 def optimizers_of(model: nn.Module, kind: str) -> Optimizers:
     """Return what trains *model*."""
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
@@ -145,6 +158,12 @@ def train(model: nn.Module, optimizers: Optimizers, begin: int, end: int) -> lis
             optimizer.zero_grad()
         losses.append(float(loss.item()).hex())
     return losses
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> State:
+    """Return everything as PyTorch's examples do."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": moments, **more}
 
 
 def everything(model: nn.Module, optimizers: Optimizers) -> State:

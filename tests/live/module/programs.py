@@ -16,7 +16,6 @@ from layerstore import Keep, Store
 from layerstore.dcp import StoreWriter
 from layerstore.live.saver.snapshot import Copier
 from tests.forked import tell
-from tests.live.dcp.meshes import mesh_of
 from tests.live.dcp.states import bits
 from tests.live.module.models import (
     FORMS,
@@ -26,6 +25,7 @@ from tests.live.module.models import (
     build,
     each_of,
     everything,
+    mesh_of,
     optimizers_of,
     other,
     train,
