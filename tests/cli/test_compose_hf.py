@@ -84,30 +84,6 @@ def test_a_dry_run_lists_the_files_and_writes_nothing(run: Run, trainers: Path, 
     assert before == sorted(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--dtype", "bf16"], "format shards has no option dtype"),
-        (["--max-shard-size", "1GB"], "format shards has no option max_shard_size"),
-        (["--format", "gguf"], "--format: 'gguf' is not one of 'shards', 'zero3', 'hf', 'dcp', 'universal', 'delta'"),
-        (["--format", "hf", "--dtype", "int8"], "--dtype: 'int8' is not one of 'bf16', 'fp16', 'fp32'"),
-        (["--format", "hf", "--max-shard-size", "big"], "'big' is not a size"),
-        (["--format", "hf", "--max-shard-size", "0"], "a size needs at least one byte"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    run: Run, trainers: Path, tmp_path: Path, words: list[str], message: str
-) -> None:
-    """With one line and one hint, before anything is written."""
-    outcome = run("compose", *words, "-o", "model", "--store", trainers)
-
-    assert outcome.code == 2
-    error, hint = outcome.err.splitlines()
-    assert error == f"error: {message}"
-    assert hint.startswith("hint: ")
-    assert not (tmp_path / "model").exists()
-
-
 def test_it_replaces_only_when_forced(run: Run, trainers: Path, tmp_path: Path) -> None:
     """As for shards; and neither format replaces the other."""
     words = ("compose", "--store", trainers, "-o")

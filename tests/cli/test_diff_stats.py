@@ -120,23 +120,6 @@ def test_diff_of_a_layer_warns_of_numbers_that_are_none(run: Run, store: Path, t
     assert outcome.out.splitlines()[4].split()[2] == "nan"
 
 
-def test_mistakes_about_a_layer_are_one_line(run: Run, store: Path) -> None:
-    """A layer that neither has, a parameter in its place, a column that is none, and sorting without a layer."""
-    diff = ("diff", "sft@2", "sft@4", "--store", store)
-
-    assert run(*diff, "model.layer.1").err.startswith(
-        "error: there is no layer 'model.layer.1' in sft@2 or sft@4\nhint: did you mean model.layers.1"
-    )
-    assert "did you mean model.layers.1?" in run(*diff, "model.layers.1.mlp.up_proj.weight").err
-    assert run(*diff, "model.norm", "--sort", "exp_avgs").err == (
-        "error: parameters of this layer cannot be sorted by 'exp_avgs'\n"
-        "hint: did you mean exp_avg or exp_avg_sq? choose one of name, elements, master, exp_avg, exp_avg_sq\n"
-    )
-    assert run(*diff, "--sort", "master").err == (
-        "error: --sort sorts the parameters of one layer\nhint: name the layer after B\n"
-    )
-
-
 def _spoil(tag: Path) -> None:
     """Make the first master of rank 0 a NaN, in a way that its archive agrees with."""
     path = tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -181,41 +181,6 @@ def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
     assert not re.search(r" 0\.0+ ", told.out)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["config.json", *MODEL], "which model?"),
-        (["--params", "8B"], "go together"),
-        (["--params", "eight", "--layers", "32"], "not a number of parameters"),
-        (["--params", "1K", "--layers", "32"], "too few"),
-        (["--params", "8B", "--layers", "1000000000"], "no model has"),
-        ([*MODEL, "--step-seconds", "inf"], "the step time finite"),
-        (["none"], "no such file or folder: none, and no store at .layerstore"),
-        (["sub"], "sub holds neither ZeRO shards nor a config.json to estimate from"),
-        ([*MODEL, "--trainable", "none"], "not a share"),
-        ([*MODEL, "--trainable", "200%"], "the trained share cannot be 2"),
-        ([*MODEL, "--bandwidth", "fast"], "is not a size"),
-        ([*MODEL, "--disk", "500"], "--disk 500 has no unit, and would be 500 bytes\nhint: --disk 500GB, say"),
-        ([*MODEL, "--dtype", "int8"], "--dtype: 'int8' is not one of 'bf16', 'fp16', 'fp32'"),
-        ([*MODEL, "--policy", "filter:ever=3"], "'ever'"),
-        ([*MODEL, "--steps", "10", "--save-every", "100"], "its first save"),
-        ([*MODEL, "--price", "1,2,3"], "invalid --price '1,2,3': 3 instead of two values"),
-        ([*MODEL, "--price", "1,-4"], "a price cannot be -4.0"),
-        ([*MODEL, "--copy-rate", "fast"], "is not a size"),
-        ([*MODEL, "--keep-last", "0", "--price", "1,1"], "keep last is 0"),
-    ],
-)
-def test_what_cannot_be_estimated_is_refused(run: Run, tmp_path: Path, words: list[str], message: str) -> None:
-    """In one line, with what to do."""
-    (tmp_path / "sub").mkdir()
-    outcome = run("estimate", *words)
-
-    assert outcome.code == 2
-    assert message in outcome.err
-    assert outcome.out == ""
-    assert len(outcome.err.splitlines()) <= 2
-
-
 def test_a_config_that_nobody_knows_is_refused(run: Run, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Transformers, or for want of it; with the way that needs no config."""
     (llama / "config.json").write_text(json.dumps(LLAMA_8B | {"architectures": ["BrandNew"]}))

@@ -87,27 +87,6 @@ def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
     assert "--grace 0s" in outcome.out
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
-        (["--keep-last", "0"], 2, "keep last is 0"),
-        (["--keep-within", "2 weeks"], 2, "'2 weeks' is not a duration"),
-        (["--keep-best", "eval_loss:x"], 2, "does not name the best"),
-        (["--keep-best", "f1"], 2, "no commit has the metric 'f1'"),
-        (["--grace", "soon"], 2, "'soon' is not a duration"),
-        (["other", "--keep-last", "1"], 13, "there is no run 'other'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_use_is_one_line(run: Run, store: Path, options: list[str], code: int, message: str) -> None:
-    """With the right exit code, and nothing is removed."""
-    outcome = run("gc", *options, "--store", store)
-
-    assert (outcome.code, len(outcome.err.splitlines())) == (code, 2)
-    assert message in outcome.err
-    assert logged(run, store) == [4, 2]
-
-
 @pytest.mark.fault(131)
 def test_plan_and_result_say_that_it_is_for_good(run: Run, store: Path) -> None:
     """Also where nobody can be asked; a drop can be undone, a collection cannot."""

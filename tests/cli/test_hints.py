@@ -54,15 +54,8 @@ def test_suggestions_of_every_command_with_a_store_name_it() -> None:
     assert taking - {"init", "doctor", "estimate"} == named
 
 
-@pytest.mark.parametrize(("words", "meant"), [("restore", "compose"), ("save", "ingest"), ("prune", "gc")])
-def test_what_other_tools_call_it_is_understood(run: Run, words: str, meant: str) -> None:
-    """A name that looks like none of ours may well mean one."""
-    assert run(words).err.splitlines()[-1] == f"hint: did you mean {meant}? layerstore --help"
-
-
-def test_an_option_without_its_value_leads_to_the_help(run: Run) -> None:
-    """Of the command that it was given to."""
-    assert run("log", "--limit").err.splitlines()[-1] == "hint: layerstore log --help"
+def test_a_store_without_its_value_leads_to_the_help(run: Run) -> None:
+    """Of no command: none was given."""
     assert run("--store").err.splitlines()[-1] == "hint: layerstore --help"
 
 

@@ -33,26 +33,6 @@ def test_an_ingest_says_how_many_layers_are_compact(run: Run, saved: Path) -> No
     assert (again["precision"], again["layers"] - again["layers_compact"]) in {("delta4", 0), ("delta4", 1)}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--precision", "delta9"), "'delta9' is not one of 'exact', 'moments8', 'delta8', 'delta4'"),
-        (("--exact-every", "0"), "exact_every is 0: every Nth version of a layer is exact, N at least 1"),
-        (("--exact-every", "often"), "invalid count 'often' for --exact-every"),
-        (("--exact-every", "10"), "exact_every has no effect without a precision: every save is exact"),
-    ],
-)
-def test_a_precision_that_means_nothing_is_refused_in_one_line(
-    run: Run, saved: Path, words: tuple[str, str], message: str
-) -> None:
-    """Before anything is read; the message lists the choices."""
-    outcome = run("ingest", saved / "3-3", *words)
-
-    assert outcome.code == 2
-    assert outcome.err.splitlines()[0].endswith(message)
-    assert len(outcome.err.splitlines()) == 2
-
-
 def test_an_estimate_of_a_compact_commit_says_that_it_counts_exact_saves(run: Run, saved: Path) -> None:
     """With the option that counts others; of an exact commit there is nothing to say."""
     told = {

@@ -288,14 +288,6 @@ def test_a_part_without_objects_is_not_called_sound(run: Run, store: Path) -> No
     assert "no damage in names and sizes; this part holds no object" in outcome.out
 
 
-@pytest.mark.parametrize("words", [("0/3",), ("4/3",), ("0%",), ("101%",), ("some",), ("1/3", "--seed", "1")])
-def test_what_is_no_part_is_refused(run: Run, store: Path, words: tuple[str, ...]) -> None:
-    """In one line, with what is meant."""
-    assert run("verify", "--read-data-subset", *words, "--store", store).code == 2
-    assert run("verify", "--seed", "1", "--store", store).code == 2
-    assert run("verify", "--read-data", "--read-data-subset", "1/3", "--store", store).code == 2
-
-
 def test_one_orphan_harms_nothing(run: Run, store: Path) -> None:
     """It is said so in words that fit one."""
     (store / "objects" / "ab").mkdir(exist_ok=True)

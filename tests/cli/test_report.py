@@ -68,21 +68,12 @@ def test_programs_are_told_what_the_page_shows(run: Run, store: Path, tmp_path: 
     assert [each["commit"] for each in reversed(log)] == alone["runs"][0]["saves"]["commit"]
 
 
-def test_wrong_use_is_told_in_one_line(run: Run, store: Path, tmp_path: Path) -> None:
-    """No file, another file in the way, a run that is not there, a metric that nobody logged."""
-    (tmp_path / "mine.txt").write_text("mine")
+def test_a_report_without_a_file_is_refused(run: Run, store: Path) -> None:
+    """With --json it would need none."""
+    outcome = run("report", "--store", store)
 
-    nothing = run("report", "--store", store)
-    taken = run("report", "-o", "mine.txt", "--store", store)
-    unknown = run("report", "-o", "report.html", "--run", "nope", "--store", store)
-    metric = run("report", "-o", "report.html", "--keep-best", "eval_loss", "--store", store)
-
-    assert (nothing.code, nothing.err.splitlines()[0]) == (2, "error: a report needs a file")
-    assert nothing.err.splitlines()[1] == f"hint: layerstore --store {store} report -o report.html"
-    assert (taken.code, "mine.txt is there and is not a report; nothing was changed" in taken.err) == (14, True)
-    assert (tmp_path / "mine.txt").read_text() == "mine"
-    assert (unknown.code, metric.code) == (13, 2)
-    assert not (tmp_path / "report.html").exists()
+    assert outcome.code == 2
+    assert outcome.err == (f"error: a report needs a file\nhint: layerstore --store {store} report -o report.html\n")
 
 
 def test_what_is_damaged_is_a_warning(run: Run, store: Path) -> None:
