@@ -27,8 +27,6 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench peers --rows FILE --table | --page    # of rows that are there; into docs/benchmarks.md
     python -m tests.bench bisect [--faults 100] [--saves 32]    # planted faults: what is found, in how many trials
     python -m tests.bench delta [--gb 0.3]    # between saves at the learning rates of reinforcement learning
-    python -m tests.bench coding [--gb 0.2] [--runs 5]    # fp32 numbers in 8 or 4 bits: GB/s of a processor
-    python -m tests.bench storage [--gb 1] [--rounds 3]    # behind torch.distributed.checkpoint, beside its own files
     python -m tests.bench mean [--gb 2] [--saves 10] [--rounds 3]    # ten saves averaged; with mergekit, if it is there
 
 The first five compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
@@ -50,7 +48,6 @@ from tests.bench import (
     averages,
     bisect,
     chaos,
-    coding,
     compact,
     delta,
     drift,
@@ -63,7 +60,6 @@ from tests.bench import (
     scale,
     scale_model,
     shares,
-    storage,
     worlds,
 )
 from tests.bench.generate import Layout, generate, generate_size
@@ -91,8 +87,6 @@ def main() -> None:
         "delta",
         "retention",
         "collected",
-        "coding",
-        "storage",
         "levels",
     ]
     parser.add_argument("verb", choices=verbs)
@@ -163,8 +157,6 @@ def _run_in(folder: Path, options: argparse.Namespace) -> None:
         "gpu": lambda: gpu.run(folder / "gpu", rows=of.rows or folder / "rows.jsonl", is_tiny=of.tiny),
         "loop": lambda: _run_loop(folder, of),
         "bisect": lambda: bisect.run(folder, faults=of.faults, saves=saves or 32),
-        "coding": lambda: coding.run(gb=gb or 0.2, rounds=rounds),
-        "storage": lambda: storage.run(folder, gb=gb or 1.0, rounds=of.rounds),
         "delta": lambda: delta.run(folder, gb=gb or 0.3),
         "mean": lambda: averages.run(folder, gb=gb or 2.0, saves=saves or 10, rounds=of.rounds),
         "drift": lambda: drift.run(folder, seeds=of.seeds, saves=saves or 100, every=of.every or 10),
