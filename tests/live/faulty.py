@@ -20,10 +20,7 @@ from layerstore.errors import StorageIO
 from layerstore.live.saver import background, collector
 from layerstore.store import Store
 from tests.forked import tell
-from tests.live.tiny import Faults, attempt, build, done, fail, hold, slow, told, train
-
-STEPS = 7
-RUN = "run"
+from tests.live.tiny import RUN, STEPS, Faults, attempt, build, done, fail, hold, slow, told, train
 
 
 def undisturbed(options: Any) -> None:

@@ -17,8 +17,7 @@ from layerstore.live.pointer_files import checkpoint
 from layerstore.policy import Save
 from layerstore.store import Store
 from layerstore.tree import Tree
-from tests.live.faulty import RUN, STEPS
-from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, train
+from tests.live.tiny import RUN, STEPS, Engine, Faults, attempt, build, done, fail, told, train
 
 CAPTURE = "layerstore.live.deepspeed.capture.share_of"
 LOOK_UP = "layerstore.live.deepspeed.checkpoint_engine.composition_of"

@@ -24,8 +24,7 @@ from layerstore.publish import SaveTiming
 from layerstore.store import Store
 from layerstore.transformers import checkpoint
 from tests.forked import tell
-from tests.live.faulty import RUN, STEPS
-from tests.live.tiny import Faults, attempt, build, done, fail, told, train
+from tests.live.tiny import RUN, STEPS, Faults, attempt, build, done, fail, told, train
 
 
 def filled_up(options: Any) -> None:

@@ -18,13 +18,8 @@ from layerstore.remote import Bucket, RemoteNotice
 from layerstore.remote import bucket as bucket_room
 from tests.forked import tell
 from tests.live.module import programs
-from tests.live.tiny import build, done, told, train
+from tests.live.tiny import RUN, SAVED, STEPS, build, done, told, train
 from tests.remote.faulty import TROUBLES, let
-
-STEPS = 7
-SAVED = 3
-"""Steps that are saved in peace; the next one is disturbed."""
-RUN = "run"
 
 
 def _settle(options: Any) -> Any:

@@ -11,12 +11,7 @@ import layerstore
 from layerstore.live.saver import background
 from layerstore.store import Store
 from tests.forked import tell
-from tests.live.tiny import Faults, build, done, hold, told, train
-
-STEPS = 7
-SAVED = 3
-"""Steps that are saved in peace; the next one is disturbed."""
-RUN = "run"
+from tests.live.tiny import RUN, SAVED, STEPS, Faults, build, done, hold, told, train
 
 
 def _store(options: Any) -> str:

@@ -14,10 +14,7 @@ from layerstore import Keep
 from layerstore.live.saver import background, collector, sending
 from layerstore.live.saver.sending import Sender
 from tests.forked import tell
-from tests.live.tiny import build, done, told, train
-
-STEPS = 7
-RUN = "run"
+from tests.live.tiny import RUN, STEPS, build, done, told, train
 
 
 def _settle(options: Any) -> list[str]:

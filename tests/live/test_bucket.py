@@ -13,9 +13,9 @@ import pytest
 import layerstore
 from tests.forked import Nursery
 from tests.hosts import Host, hosts_apart
-from tests.live.in_bucket import RUN, SAVED, STEPS
 from tests.live.launched import losses, one
 from tests.live.module.models import FORMS
+from tests.live.tiny import RUN, SAVED, STEPS
 from tests.remote.faulty import TROUBLES, faulty
 from tests.remote.servers import credentials, seaweedfs
 

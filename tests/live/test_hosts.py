@@ -24,7 +24,7 @@ from tests.environment import REPOSITORY
 from tests.forked import Nursery
 from tests.hosts import KINDS, Host, settle, two_hosts
 from tests.live.launched import due, losses, one
-from tests.live.on_hosts import RUN, SAVED, STEPS
+from tests.live.tiny import RUN, SAVED, STEPS
 from tests.ranks.launch import cpu_environment, end_of
 
 PROGRAMS = "tests.live.on_hosts"

@@ -20,7 +20,7 @@ from layerstore.live.saver.collector import _sent
 from tests.forked import Nursery
 from tests.generated import generate
 from tests.live.launched import losses, one
-from tests.live.on_levels import RUN, STEPS
+from tests.live.tiny import RUN, STEPS
 
 PROGRAMS = "tests.live.on_levels"
 NAMES = ("near", "shared", "bucket")

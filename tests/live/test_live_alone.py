@@ -7,8 +7,8 @@ from pathlib import Path
 import layerstore
 from layerstore.store import Store
 from tests.forked import Nursery
-from tests.live.faulty import RUN
 from tests.live.launched import losses, one
+from tests.live.tiny import RUN
 
 WORDS = {
     "capture": ("InvalidInput", "step 2 cannot be saved: made up (on rank 1)"),

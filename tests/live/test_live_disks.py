@@ -14,8 +14,8 @@ import layerstore
 from layerstore.store import Store
 from tests.faults.disks import is_remounted, mounted
 from tests.forked import Nursery
-from tests.live.faulty import STEPS
 from tests.live.launched import due, losses, one
+from tests.live.tiny import STEPS
 
 PROGRAMS = "tests.live.faulty_disks"
 DISK_BYTES = 48 << 20

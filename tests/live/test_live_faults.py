@@ -11,8 +11,9 @@ import pytest
 import layerstore
 from layerstore.store import Store
 from tests.forked import Launch, Nursery
-from tests.live.faulty import LOST_RUN, PUSHED_RUN, RUN, STEPS
+from tests.live.faulty import LOST_RUN, PUSHED_RUN
 from tests.live.launched import due, losses, one
+from tests.live.tiny import RUN, STEPS
 
 PROGRAMS = "tests.live.faulty"
 LAYERS = 6

@@ -11,8 +11,8 @@ import pytest
 import layerstore
 from tests.forked import Nursery
 from tests.live.launched import losses, one
-from tests.live.on_levels import RUN, STEPS
 from tests.live.test_levels import ids_in, steps_in
+from tests.live.tiny import RUN, STEPS
 
 PROGRAMS = "tests.live.on_levels"
 

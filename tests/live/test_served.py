@@ -9,8 +9,8 @@ import layerstore
 from tests.forked import Nursery
 from tests.inspect.chromium import Browser, opened, program
 from tests.inspect.test_served import COLUMNS, served, wait_until
-from tests.live.faulty import RUN
 from tests.live.launched import losses
+from tests.live.tiny import RUN
 
 pytestmark = [
     pytest.mark.full,

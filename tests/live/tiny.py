@@ -24,6 +24,11 @@ from tests.forked import tell
 
 Engine = Any  # deepspeed ships no types
 
+RUN = "run"
+STEPS = 7
+SAVED = 3
+"""Steps that are saved in peace; the next one is disturbed."""
+
 
 class Block(nn.Module):
     """A residual block with dropout: its losses follow from the random state too."""
