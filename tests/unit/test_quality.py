@@ -1,28 +1,27 @@
 """The parts of the quality benchmark that need no training: texts, tokens, rows, intervals, the table."""
 
 import math
+import shutil
 import tomllib
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
-from xml.etree import ElementTree
 
 import pytest
 
 import layerstore
 from layerstore.policy import Drift, Filter, Parity, Policy
-from tests.bench.quality import corpus, table, tokenizer, trial
+from tests.bench.quality import corpus, run, table, tokenizer, trial
 from tests.bench.quality.arms import FULL, NOISE, RARE, SELDOM, DriftByBudget, arms
 from tests.bench.quality.data import texts_of
 from tests.bench.quality.intervals import interval
 from tests.bench.quality.job import movements
-from tests.bench.quality.page import BEGIN, section
-from tests.bench.quality.plots import draw
-from tests.bench.quality.settings import REAL, TASKS, TINY
-from tests.bench.report import filled
-from tests.bench.rows import Row, Rows
+from tests.bench.quality.settings import REAL, TINY
+from tests.bench.rows import Rows
 from tests.generated import generate
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 FUNCTION = 'def {name}(side: int) -> int:\n    """Return {name}, with enough words to count.\n\n    More."""\n'
 
@@ -197,70 +196,19 @@ def test_drift_by_budget_has_no_turns() -> None:
     assert set() == due(10, 1)
 
 
-def rows_of(differences: dict[str, list[float]]) -> list[Row]:
-    """Return rows of an experiment that came out like this, a difference for each seed; the control is identical."""
-    found: list[Row] = []
-    for task in TASKS:
-        for seed in range(3):
-            of = {"task": task, "seed": seed}
-            end = {"loss": 2.0, "accuracy": 0.5, "masters": "abc", "losses": {"10": 2.5, "20": 2.2, "30": 2.0}}
-            found.append({"kind": "trunk", **of, **end, "parameters": 1000})
-            for arm, by_seed in differences.items():
-                for failure, base in zip(TINY.failures, (10, 20), strict=True):
-                    other = {"loss": 2.0 + by_seed[seed], "losses": {"10": 2.5, "20": 2.3, "30": 2.0 + by_seed[seed]}}
-                    key = {"kind": "resume", **of, "arm": arm, "failure": failure, "base": base}
-                    found.append({**key, **end, **(other if arm != FULL else {}), "ages": {"layer": 5}})
-            found += [
-                {"kind": "save", **of, "arm": "parity", "step": 5 * n, "bytes": size, "movements": {}}
-                for n, size in SIZES
-            ]
-    return found
-
-
-SIZES = ((1, 12000), (2, 6000), (3, 6000))
-
-
-def test_the_table_says_what_is_within_its_bound() -> None:
-    """A wide interval is called inconclusive, and half of the bytes are two times fewer."""
-    rows = rows_of(
-        {
-            RARE: [0.5, 0.5, 0.5],
-            FULL: [0.0, 0.0, 0.0],
-            "parity": [0.001, 0.002, 0.003],
-            "filter": [0.0, 0.03, 0.0],
-            "drift, 1/12": [0.1, 0.11, 0.12],
-            NOISE: [0.01, -0.01, 0.01],
-        }
-    )
-
-    printed = list(table.lines(TINY, rows))
-
-    assert "control identical to the last bit: yes, in 12 resumes" in printed
-    [summary, *_] = table.tables(TINY, table.Findings(rows))
-    of = {line[0]: line for line in summary.lines}
-    assert of["parity"][-2:] == ("2.0x", "1.5x")
-    assert [of[name][4] for name in ("parity", "filter", "drift, 1/12")] == ["within", "inconclusive", "outside"]
-    assert "drift, 1/12 beats full saves of no more bytes: -0.3900" in printed[-1]
-
-
 def test_a_control_that_differs_by_a_bit_is_reported() -> None:
-    """Its loss may be the same all the same."""
-    rows = rows_of({FULL: [0.0, 0.0, 0.0]})
-    rows[1]["masters"] = "abd"
-
-    assert "control identical to the last bit: NO, in 12 resumes" in list(table.lines(TINY, rows))
-
-
-def test_a_job_that_was_trained_again_is_compared() -> None:
-    """The same seeds are meant to give the same bits."""
-    rows = rows_of({FULL: [0.0, 0.0, 0.0]})
+    """Its loss may be the same all the same; and a job that is trained again is meant to give the same bits."""
+    rows = Rows(run.COMMITTED / "docstrings-0.jsonl").find()
+    resume = next(row for row in rows if row["kind"] == "resume" and row["arm"] == FULL)
     trunk = next(row for row in rows if row["kind"] == "trunk")
 
-    same = list(table.lines(TINY, [*rows, trunk]))
-    other = list(table.lines(TINY, [*rows, {**trunk, "masters": "abd"}]))
+    same = list(table.lines(REAL, [*rows, trunk]))
+    other = list(table.lines(REAL, [*rows, {**resume, "masters": "abd"}, {**trunk, "masters": "abd"}]))
 
     assert "whole jobs trained again from their seeds: 1, the same bits" in same
     assert "whole jobs trained again from their seeds: 1, OTHER BITS" in other
+    assert any(line.startswith("control identical to the last bit: yes") for line in same)
+    assert any(line.startswith("control identical to the last bit: NO") for line in other)
 
 
 def test_the_control_saves_everything_and_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,24 +251,6 @@ def test_a_trial_asks_the_policies_themselves(tmp_path: Path, monkeypatch: pytes
         store.close()
 
 
-def test_every_picture_is_drawn_from_the_rows(tmp_path: Path) -> None:
-    """Also of a single seed, whose intervals have no end, and each is a well-formed drawing."""
-    rows = [row for row in rows_of({FULL: [0.0] * 3, "parity": [0.01] * 3, NOISE: [0.001] * 3}) if row["seed"] == 0]
-    for row in rows:
-        if row["kind"] == "trunk":
-            row["trained_losses"] = [3.0 - 0.01 * step for step in range(TINY.steps)]
-
-    shared = {"kind": "trial", "task": TASKS[0], "damage": {"10": 0.01, "20": 0.02}}
-    tried = [{**shared, "policy": name, "times_fewer": 2.0} for name in trial.policies(TINY)]
-
-    draw(TINY, [*rows, *tried], tmp_path)
-
-    drawn = {path.stem: ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
-    names = ("loss", "frontier", "movements", "recovery", "trial")
-    assert drawn.keys() == {f"quality-{name}" for name in names}
-    assert all("nan" not in "".join(of.attrib.values()) for each in drawn.values() for of in each.iter())
-
-
 def test_every_arm_has_a_name_of_its_own() -> None:
     """Rows are found by it."""
     names = [arm.name for arm in (*arms(REAL), *arms(TINY))]
@@ -330,9 +260,12 @@ def test_every_arm_has_a_name_of_its_own() -> None:
     assert len(arms(REAL)) == len({arm.name for arm in arms(REAL)})
 
 
-def test_the_page_has_its_marks() -> None:
-    """Else nothing could be written into it."""
-    text = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
-    rows = rows_of({FULL: [0.0] * 3, "parity": [0.01] * 3, NOISE: [0.001] * 3})
+def test_the_page_and_its_pictures_are_those_of_the_committed_rows(tmp_path: Path) -> None:
+    """Nobody has changed one without the others, by hand or by changing what writes them."""
+    shutil.copy(DOCS / "evidence.md", tmp_path)
 
-    assert "| parity | +0.0100 | ±0.0000 |" in filled(text, section(TINY, rows), begin=BEGIN)
+    run.write_page(REAL, rows=run.COMMITTED, docs=tmp_path)
+
+    written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")}
+    assert len(written) == 6
+    assert {name for name in written if (DOCS / name).read_bytes() != (tmp_path / name).read_bytes()} == set()

@@ -1,4 +1,4 @@
-"""What the quality benchmark says of compact saves, as far as it needs no training: ways, bytes, bounds, tables."""
+"""What the quality benchmark says of compact saves, as far as it needs no training: ways to keep a state, points."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,33 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bench.quality import precision_trial, real_model, table
-from tests.bench.quality.arms import FULL, NOISE
+from tests.bench.quality import precision_trial, real_model
 from tests.bench.quality.coded import WAYS, Lost, Parameter, kept
 from tests.bench.quality.settings import REAL, TINY
 from tests.bench.quality.training import llama
 from tests.bench.rows import Rows
-from tests.unit.test_quality import rows_of
-
-
-def test_compact_saves_have_a_table_of_their_own() -> None:
-    """Bytes of compact saves alone and with keyframes, bounds on both sides, and what was asked of the bytes."""
-    rows = rows_of({FULL: [0.0] * 3, "moments8": [0.0002] * 3, "delta4": [-0.003] * 3, NOISE: [0.01] * 3})
-    for row in [row for row in rows if row["kind"] == "trunk"]:
-        of = {"kind": "save", "task": row["task"], "seed": row["seed"], "movements": {}}
-        for arm, compact in (("moments8", 6000), ("delta4", 2000)):
-            rows += [
-                {**of, "arm": arm, "step": step, "bytes": 12000 if step == 1 else compact, "is_exact": step == 1}
-                for step in range(1, 21)
-            ]
-
-    [_, compact_saves, *_] = table.tables(TINY, table.Findings(rows))
-
-    assert "other batches alone move the loss by 0.0100" in compact_saves.title
-    assert compact_saves.lines == (
-        ("moments8", "+0.00020", "±0.00000", "±0.001", "within", "2.00x of 1.9x", "1.82x", "1.90x", "1.90x"),
-        ("delta4", "-0.00300", "±0.00000", "±0.002", "outside", "6.00x MISSED 7x", "4.00x", "4.80x", "4.80x"),
-    )
 
 
 def test_a_way_to_keep_a_state_loses_what_it_says() -> None:
@@ -75,24 +53,6 @@ def test_a_precision_is_looked_at_where_the_history_is_long_enough() -> None:
         points = precision_trial.points(REAL, distance)
         assert points[-1] == REAL.steps
         assert points[0] - distance * REAL.save_every >= REAL.save_every
-
-
-def test_a_row_of_the_trials_is_a_line() -> None:
-    """A column for each distance to the keyframe; of the real model, the largest run."""
-    of = {"kind": "precision", "way": "delta8", "bytes": 300, "parameters": 100, "step": 5}
-    looked = [{**of, "distance": at, "damage": 1e-4 * at, "error": 0.01, "update_error": 0.02} for at in (1, 5)]
-    model = {"kind": "real", "way": "delta8", "at_once": 0.001, "at_end": -0.002, "before": 3.0, "end": 2.0}
-    model |= {"bytes": 300, "parameters": 100, "error": 0.01, "update_error": 0.02, "rate": 2e-5, "batch": 1}
-    rows = [{**model, "steps": steps, "sequence": 96, "failure": 4, "keyframe": 2} for steps in (6, 40)]
-
-    tried, resumed = precision_trial.table(looked), real_model.table(rows)
-
-    assert tried is not None
-    assert tried.lines == (("delta8", "+0.00010", "+0.00050", "1.0%", "1.0%", "2.0%"),)
-    assert resumed is not None
-    assert "40 steps at 2e-05" in resumed.title
-    assert resumed.lines == (("delta8", "4.00x", "+0.00100", "-0.00200", "1.00%", "2.00%"),)
-    assert precision_trial.table([]) is None is real_model.table([])
 
 
 @pytest.mark.full

@@ -66,9 +66,9 @@ def show(rows: Path, *, plots: Path | None = None) -> None:
         draw(found, plots)
 
 
-def write_page(rows: Path | None = None) -> None:
-    """Write the table of *rows* into docs/benchmarks.md, and its plots beside it."""
-    write(Findings(Rows(rows or COMMITTED).find()), docs=_ROOT / "docs")
+def write_page(rows: Path | None = None, *, docs: Path = _ROOT / "docs") -> None:
+    """Write the table of *rows* into the page benchmarks.md of *docs*, and its plots beside it."""
+    write(Findings(Rows(rows or COMMITTED).find()), docs=docs)
 
 
 def _launch(stores: Path, rows: Rows, work: Path, ranks: int, **options: float) -> None:

@@ -68,9 +68,9 @@ def show(settings: Settings, *, rows: Path, plots: Path | None) -> None:
     _show(settings, _of_one(_read(rows)), plots=plots)
 
 
-def write_page(settings: Settings, *, rows: Path) -> None:
-    """Write what *rows* say into docs/evidence.md."""
-    page.write(settings, _of_one(_read(rows)), docs=_ROOT / "docs")
+def write_page(settings: Settings, *, rows: Path, docs: Path = _ROOT / "docs") -> None:
+    """Write what *rows* say into the page evidence.md of *docs*, and its pictures beside it."""
+    page.write(settings, _of_one(_read(rows)), docs=docs)
 
 
 def _read(rows: Path) -> list[Row]:
