@@ -124,7 +124,7 @@ def test_modules_and_dcp_save_there(ranks: Nursery, tmp_path: Path) -> None:
         launch.done()
 
     found = [event for kind in ("read", "resumed") for event in launch.events(kind)]
-    assert len(found) == 2 * 3 * len(FORMS[2])
+    assert len(found) == 2 * 4 * len(FORMS[2])
     assert [event["other"] for event in found] == [[]] * len(found)
 
 

@@ -18,10 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerstore.dcp import StoreReader
 from tests.live.dcp.states import State, all_bits, blank
 
-MESHES = {1: ("fsdp",), 2: ("fsdp",), 3: ("fsdp",), 4: ("fsdp", "hsdp", "tensor")}
-"""The forms of meshes on each number of ranks."""
-
-FORMS = {count: (*forms, "ddp") for count, forms in MESHES.items()} | {1: ("one", "fsdp", "ddp")}
+FORMS = {1: ("one", "fsdp", "ddp"), 2: ("fsdp", "ddp"), 3: ("fsdp", "ddp"), 4: ("fsdp", "hsdp", "tensor", "ddp")}
 """How a module is trained on each number of ranks."""
 
 HIDDEN = 18
@@ -160,16 +157,11 @@ def train(model: nn.Module, optimizers: Optimizers, begin: int, end: int) -> lis
     return losses
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> State:
-    """Return everything as PyTorch's examples do."""
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optim": moments, **more}
-
-
 def everything(model: nn.Module, optimizers: Optimizers) -> State:
     """Return the state as PyTorch's examples do."""
     bare = model.module if isinstance(model, DistributedDataParallel) else model
-    return state_of(bare, optimizers)  # type: ignore[arg-type] # of several optimizers
+    weights, moments = get_state_dict(bare, optimizers)
+    return {"model": weights, "optim": moments}
 
 
 def other(found: State, expected: State) -> list[str]:

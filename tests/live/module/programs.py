@@ -61,9 +61,9 @@ def from_everywhere(options: Any) -> None:
         like = everything(like_model, like_optimizers)
         for run in runs:
             expected = as_torch_loads(Path(options["out"], run), like)
-            read = as_reader_loads(options["store"], run, like)
-            tell("read", run=run, on=f"{form}{count}", other=other(read, expected))
             for name in (run, f"w-{run}"):
+                read = as_reader_loads(options["store"], name, like)
+                tell("read", run=name, on=f"{form}{count}", other=other(read, expected))
                 model, optimizers = build(form, seed=2)
                 resumed = layerstore.resume(model, optimizers, options["store"], run=name)
                 assert resumed is not None

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from layerstore import Store
+from layerstore.arrays import TensorKind
 from tests.forked import Launch, Nursery
 from tests.live.module.launched import launched
 from tests.live.module.models import FORMS
+from tests.live.module.programs import SAVED_AT
 
 RUNS = [f"{form}{count}" for count, forms in FORMS.items() for form in forms]
 
@@ -37,12 +39,12 @@ def resumed(ranks: Nursery, folder: Path, count: int, runs: dict[str, list[str]]
 
 
 def check(launch: Launch, expected: dict[str, list[str]]) -> None:
-    """Make sure that every tensor and value was torch's, also through the reader, and of the writer's commits."""
+    """Make sure that every tensor and value was torch's: in the saver's commits and the writer's, resumed and read."""
     for form, runs in expected.items():
         for run in runs:
             events = [event for event in launch.events() if event.get("on") == f"{form}{launch.count}"]
             found = [event for event in events if event["run"] in {run, f"w-{run}"}]
-            assert len(found) == 3 * launch.count, (form, run)
+            assert len(found) == 4 * launch.count, (form, run)
             assert [event["other"] for event in found] == [[]] * len(found), (form, run)
             assert {event["keys"] for event in found if event["kind"] == "resumed"} == {KEYS}
 
@@ -57,8 +59,24 @@ def test_what_was_saved_is_a_whole_commit(saved: dict[int, Launch], folder: Path
     assert saved
     with Store(folder / "store") as store:
         assert store.verify(read_data=True).ok
-        layers = [list(store.compose(run).layers) for run in RUNS]
-        assert layers == layers[:1] * len(RUNS)
+        for prefix in ("", "w-"):
+            layers = [list(store.compose(f"{prefix}{run}").layers) for run in RUNS]
+            assert layers == layers[:1] * len(RUNS)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_arrays_are_those_of_torchs_own_folder(saved: dict[int, Launch], folder: Path, run: str) -> None:
+    """However the mesh has cut them: by rows, or by columns."""
+    assert saved
+    with Store(folder / "store") as store:
+        store.ingest(folder / "plain" / run, run=f"plain-{run}", step=SAVED_AT)
+        kinds: tuple[TensorKind, ...] = ("master", "optimizer")
+        for kind in kinds:
+            found, expected = (
+                {name: array.tobytes() for name, array in store.compose(name).tensors(kind).items()}
+                for name in (f"w-{run}", f"plain-{run}")
+            )
+            assert found == expected
 
 
 @pytest.mark.parametrize("count", FORMS)
