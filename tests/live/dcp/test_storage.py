@@ -374,12 +374,39 @@ def refused(store: Store, error: type[Exception], message: str, work: Callable[[
     return found
 
 
-def test_a_step_that_exists_is_refused(store: Store) -> None:
-    """A history is not changed behind its readers."""
-    state = Training().state()
-    kept(store, state, step=2)
+def saved(store: Store, *, state: State | None = None, step: int = 3, **options: Any) -> None:
+    """Save *state*, or one that there is nothing wrong with."""
+    writer = StoreWriter(store, run="sft", step=step)
+    save(Training().state() if state is None else state, storage_writer=writer, **options)
 
-    refused(store, Conflict, "sft@2 is saved already", lambda: kept(store, state, step=2))
+
+UNKNOWN = "'mine' of the state cannot be kept: untrusted: its pickle names globals that are on no list: "
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "work"),
+    [
+        (Conflict, "sft@2 is saved already", lambda store: saved(store, step=2)),
+        (InvalidInput, "checkpoint_id='elsewhere' was", lambda store: saved(store, checkpoint_id="elsewhere")),
+        (Unsupported, f"{UNKNOWN}{__name__}.Custom", lambda store: saved(store, state=Training().state(mine=Custom()))),
+        (InvalidInput, "the state holds no tensors", lambda store: saved(store, state={"epoch": 3})),
+        (NotFound, "run 'sft' has no step 7", lambda store: StoreReader(store, "sft@7")),
+        (NotFound, "no run 'other'", lambda store: StoreReader(store, "other")),
+        # at once, before training goes on for hours
+        (InvalidInput, "the run's name '' is empty", lambda store: StoreWriter(store, run="", step=3)),
+        (InvalidInput, "the run's name 'a/b'", lambda store: StoreWriter(store, run="a/b", step=3)),
+        (InvalidInput, "the run's name 'a@1'", lambda store: StoreWriter(store, run="a@1", step=3)),
+        (InvalidInput, "step -1 is not a step", lambda store: StoreWriter(store, run="sft", step=-1)),
+        (InvalidInput, f"step {2**63} is not a step", lambda store: StoreWriter(store, run="sft", step=2**63)),
+    ],
+)
+def test_wrong_use_is_refused(
+    store: Store, error: type[Exception], message: str, work: Callable[[Store], object]
+) -> None:
+    """A history is not changed behind its readers, nothing is ignored, and nothing is lost without a word."""
+    saved(store, step=2)
+
+    refused(store, error, message, lambda: work(store))
 
 
 def test_an_earlier_step_is_refused_unless_it_is_said_where_training_went_on(store: Store) -> None:
@@ -392,32 +419,6 @@ def test_an_earlier_step_is_refused_unless_it_is_said_where_training_went_on(sto
 
     assert "resumed_from" in str(found.hint)
     assert kept(store, state, step=2, resumed_from="sft@1").record.attempt == 2
-
-
-def test_a_checkpoint_id_beside_a_writer_is_refused(store: Store) -> None:
-    """It would be ignored, and who gave it believes in a folder."""
-    writer = StoreWriter(store, run="sft", step=1)
-
-    refused(
-        store,
-        InvalidInput,
-        "checkpoint_id='elsewhere' was given",
-        lambda: save(Training().state(), storage_writer=writer, checkpoint_id="elsewhere"),
-    )
-
-
-@pytest.mark.parametrize("run", ["", "a/b", "a@1"])
-def test_a_name_that_is_none_is_refused_at_once(store: Store, run: str) -> None:
-    """Before training goes on for hours."""
-    with pytest.raises(InvalidInput, match="the run's name"):
-        StoreWriter(store, run=run, step=1)
-
-
-@pytest.mark.parametrize("step", [-1, 2**63])
-def test_a_step_that_is_none_is_refused_at_once(store: Store, step: int) -> None:
-    """The same."""
-    with pytest.raises(InvalidInput, match="is not a step"):
-        StoreWriter(store, run="sft", step=step)
 
 
 def test_a_planner_that_sends_no_plan_is_refused(store: Store) -> None:
@@ -433,28 +434,6 @@ def test_a_planner_that_sends_no_plan_is_refused(store: Store) -> None:
         twice()
     assert isinstance(cause(raised.value), Unsupported)
     assert [entry.step for entry in store.log("sft")] == [1]
-
-
-def test_a_value_of_an_unknown_class_is_refused(store: Store) -> None:
-    """It says which, and nothing of the save is kept."""
-    state = Training().state(mine=Custom())
-
-    found = refused(store, Unsupported, "'mine' of the state cannot be kept", lambda: kept(store, state))
-
-    assert "Custom" in str(found)
-
-
-def test_a_state_without_tensors_is_refused(store: Store) -> None:
-    """There is nothing to keep."""
-    refused(store, InvalidInput, "the state holds no tensors", lambda: kept(store, {"epoch": 3}))
-
-
-def test_a_commit_that_is_missing_is_refused(store: Store) -> None:
-    """By name, with what there is."""
-    kept(store, Training().state())
-
-    refused(store, NotFound, "run 'sft' has no step 7", lambda: StoreReader(store, "sft@7"))
-    refused(store, NotFound, "other", lambda: StoreReader(store, "other"))
 
 
 def test_ranks_that_found_different_commits_are_refused(store: Store) -> None:
