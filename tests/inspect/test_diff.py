@@ -2,7 +2,6 @@
 
 import math
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from tests.unit.checkpoints import checkpoint
 
 BLOCK_0, BLOCK_1 = "model.layers.0", "model.layers.1"
 Numbers = npt.NDArray[np.float64]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
 
 
 def masters(store: Store, ref: str, layer: str) -> Numbers:

@@ -1,7 +1,6 @@
 """Promises of ``diff`` of one layer: each parameter's numbers are those of plain arithmetic."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from tests.inspect.test_diff import BLOCK_0, BLOCK_1, master_object
 from tests.unit.checkpoints import Checkpoints, checkpoint
 
 STATES = ["master", "exp_avg", "exp_avg_sq"]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
 
 
 def numbers(store: Store, ref: str, state: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from layerstore.errors import NotFound
 from tests.unit.checkpoints import checkpoint
 
 FROZEN = ("model.layers.0",)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
 
 
 def files_of(store: Store, folder: str = "") -> list[Path]:

@@ -12,9 +12,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from layerstore import Store
 from layerstore.remote import Bucket
 from layerstore.remote.bucket import Chunks
-from tests.remote.servers import free_port
+from tests.ranks.launch import free_port
+from tests.unit.checkpoints import Checkpoints
 
 push = sys.modules["layerstore.remote.push"]  # the package's attribute of this name is the function
 
@@ -115,3 +117,22 @@ def on_disk() -> Iterator[Path]:
 def bucket(url: str) -> Bucket:
     """Return an empty bucket of each kind."""
     return Bucket(url, may_make=True)
+
+
+@pytest.fixture
+def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
+    """Return a store of three steps whose remote has it all."""
+    saved.into(store, 2, 4, 6)
+    store.remotes.add("origin", url)
+    store.push()
+    return store
+
+
+@pytest.fixture
+def pinned(store: Store, saved: Checkpoints, url: str) -> Store:
+    """Return a store of three steps and a pin whose remote has it all."""
+    saved.into(store, 2, 4, 6)
+    store.pin("best", "r@4")
+    store.remotes.add("origin", url)
+    store.push()
+    return store

@@ -16,15 +16,6 @@ from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints
 
 
-@pytest.fixture
-def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
-    """Return a store of three steps whose remote has it all."""
-    saved.into(store, 2, 4, 6)
-    store.remotes.add("origin", url)
-    store.push()
-    return store
-
-
 def objects(bucket: Bucket) -> set[str]:
     """Return the names of all objects."""
     return {each.name for each in bucket.objects()}

@@ -27,16 +27,6 @@ from tests.unit.checkpoints import Checkpoints, digests
 
 
 @pytest.fixture
-def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
-    """Return a store of three steps whose remote has it all."""
-    saved.into(store, 2, 4, 6)
-    store.pin("best", "r@4")
-    store.remotes.add("origin", url)
-    store.push()
-    return store
-
-
-@pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return what is read of objects from buckets: names and bytes, as it happens."""
     found: list[tuple[str, int]] = []
@@ -64,19 +54,19 @@ QUESTIONS: dict[str, Callable[[Store], object]] = {
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_remote_answers_as_the_store_does(
-    pushed: Store, url: str, read: list[tuple[str, int]], question: str
+    pinned: Store, url: str, read: list[tuple[str, int]], question: str
 ) -> None:
     """And no tensor is fetched for it."""
     ask = QUESTIONS[question]
-    tensors = {ref.id for ref in tensor_objects(pushed)}
+    tensors = {ref.id for ref in tensor_objects(pinned)}
 
     with layerstore.open(url) as remote:
-        assert ask(remote) == ask(pushed)
+        assert ask(remote) == ask(pinned)
 
     assert not [name for name, _ in read if name.rpartition("/")[2] in tensors]
 
 
-def test_stats_of_a_remote(pushed: Store, url: str) -> None:
+def test_stats_of_a_remote(pinned: Store, url: str) -> None:
     """The bytes that the bucket holds, not those that have been fetched from there."""
     with layerstore.open(url) as remote:
         found = remote.stats()
@@ -92,11 +82,11 @@ def tensor_objects(store: Store) -> list[BlobRef]:
 
 
 def test_a_composite_fetches_what_it_needs(
-    pushed: Store, url: str, read: list[tuple[str, int]], tmp_path: Path
+    pinned: Store, url: str, read: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     """Each object once, none that it does not need; the same bytes come out."""
-    pushed.compose("r@6", policy="parity").write(tmp_path / "here")
-    composite = pushed.compose("r@6", policy="parity")
+    pinned.compose("r@6", policy="parity").write(tmp_path / "here")
+    composite = pinned.compose("r@6", policy="parity")
 
     with layerstore.open(url) as remote:
         remote.compose("r@6", policy="parity").write(tmp_path / "there")
@@ -106,12 +96,12 @@ def test_a_composite_fetches_what_it_needs(
     assert len(names) == len(set(names))
     chosen = composite.composition
     blobs = [*(entry.version for entry in chosen.layers), *chosen.base.states]
-    needed = {ref.id for blob in blobs for ref in named_by(pushed.repo, blob)}
-    tensors = {ref.id for ref in tensor_objects(pushed)}
+    needed = {ref.id for blob in blobs for ref in named_by(pinned.repo, blob)}
+    tensors = {ref.id for ref in tensor_objects(pinned)}
     assert {name.rpartition("/")[2] for name in names} & tensors == needed & tensors
 
 
-def test_what_was_fetched_is_used_again(pushed: Store, url: str, read: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_what_was_fetched_is_used_again(pinned: Store, url: str, read: list[tuple[str, int]], tmp_path: Path) -> None:
     """By another process, too; and what has rotted in the cache is fetched again."""
     with layerstore.open(url) as remote:
         remote.compose("r@6").write(tmp_path / "a")
@@ -132,10 +122,10 @@ def test_what_was_fetched_is_used_again(pushed: Store, url: str, read: list[tupl
 
 
 def test_the_cache_is_bounded(
-    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[tuple[str, int]]
+    pinned: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[tuple[str, int]]
 ) -> None:
     """What was used longest ago goes first; a composite that is larger than the cache comes out all the same."""
-    pushed.compose("r@6").write(tmp_path / "here")
+    pinned.compose("r@6").write(tmp_path / "here")
     monkeypatch.setenv("LAYERSTORE_CACHE_SIZE", "40kB")
     with layerstore.open(url) as remote:
         remote.compose("r@6").write(tmp_path / "there")
@@ -147,7 +137,7 @@ def test_the_cache_is_bounded(
 
 
 def test_downloads_that_were_killed_are_removed(
-    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pinned: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a day: a younger one may be under way."""
     monkeypatch.setattr("layerstore.remote.cache._sums", {})
@@ -161,33 +151,33 @@ def test_downloads_that_were_killed_are_removed(
 
 
 @pytest.mark.full
-def test_no_thread_is_left_behind(pushed: Store, url: str) -> None:
+def test_no_thread_is_left_behind(pinned: Store, url: str) -> None:
     """Each verb closes the remote that it opened: a process that is cut off from its job waits for all threads."""
-    pushed.drop("r@2")
+    pinned.drop("r@2")
     before = threading.active_count()
     for _ in range(2):
-        pushed.pull(url, refs=["r@2"])
-        pushed.gc(remote=url, dry_run=True)
-        pushed.repair(remote=url, read_data=True, dry_run=True)
-        pushed.repair(sources=[url], dry_run=True)
+        pinned.pull(url, refs=["r@2"])
+        pinned.gc(remote=url, dry_run=True)
+        pinned.repair(remote=url, read_data=True, dry_run=True)
+        pinned.repair(sources=[url], dry_run=True)
         with layerstore.open(url) as remote:
             remote.verify(read_data=True)
-        pushed.drop("r@2")
+        pinned.drop("r@2")
     assert threading.active_count() == before
 
 
-def test_a_record_that_is_damaged_later_is_found(pushed: Store, url: str, bucket: Bucket) -> None:
+def test_a_record_that_is_damaged_later_is_found(pinned: Store, url: str, bucket: Bucket) -> None:
     """A verify reads records in the bucket, and not what the mirror has of them; healed there, they are sound here."""
     [name] = [each.name for each in bucket.listed("commits") if "/4." in each.name]
     with layerstore.open(url) as remote:
         assert remote.verify().ok
         bucket.write(name, lambda: [b"rotten"])
         assert [damage.path for damage in remote.verify().damaged] == [name]
-        assert [each.path for each in pushed.repair(remote=url).fetched] == [name]
+        assert [each.path for each in pinned.repair(remote=url).fetched] == [name]
         assert remote.verify().ok
 
 
-def test_what_a_cleaner_took_is_made_again(pushed: Store, url: str, tmp_path: Path) -> None:
+def test_what_a_cleaner_took_is_made_again(pinned: Store, url: str, tmp_path: Path) -> None:
     """A mirror may lose any part of itself between two commands."""
     with layerstore.open(url) as remote:
         remote.show("r@6")
@@ -196,15 +186,15 @@ def test_what_a_cleaner_took_is_made_again(pushed: Store, url: str, tmp_path: Pa
     for taken in ("commits", "tmp", "locks", "manifest"):
         shutil.rmtree(place / taken)
         with layerstore.open(url) as remote:
-            assert remote.log() == [replace(entry, pushed=()) for entry in pushed.log()]
+            assert remote.log() == [replace(entry, pushed=()) for entry in pinned.log()]
     with layerstore.open(url) as remote:
         remote.compose("r@4").write(tmp_path / "out")
 
 
 @pytest.mark.fault(129)
-def test_strangers_in_a_bucket_stop_a_collection(pushed: Store, bucket: Bucket) -> None:
+def test_strangers_in_a_bucket_stop_a_collection(pinned: Store, bucket: Bucket) -> None:
     """Whatever lies beside the records and pins, however deep or long its name, may be one of them by another name."""
-    record = pushed.repo.layout.name(next((pushed.path / "commits" / "r").glob("4.*")))
+    record = pinned.repo.layout.name(next((pinned.path / "commits" / "r").glob("4.*")))
     strangers = ["commits/r/a/b/c", "commits/stray", f"commits/r/{'x' * 300}", f"commits/{'x' * 300}/1", "pins/a/b"]
     strangers += [f"{record}.sync-conflict", record.replace("/r/", "/r (copy)@1/")]
     if bucket.url.startswith("file://"):
@@ -216,21 +206,21 @@ def test_strangers_in_a_bucket_stop_a_collection(pushed: Store, bucket: Bucket) 
 
     for dry_run in (True, False):
         with pytest.raises(IntegrityError, match=r"is not named as a record.*; nothing was removed") as told:
-            pushed.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=dry_run)
+            pinned.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=dry_run)
         assert f"layerstore verify --remote {bucket.url} lists" in (told.value.hint or "")
     with layerstore.open(bucket.url) as remote:
         assert [entry.step for entry in remote.log()] == [6, 2]
         assert {damage.path for damage in remote.verify().damaged} == set(strangers)
     assert {each.name for each in bucket.objects()} == before
     bucket.remove(strangers)
-    assert len(pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).removed) == 1
+    assert len(pinned.gc(Keep(last=1), remote="origin", grace_seconds=0).removed) == 1
 
 
 @pytest.mark.fault(129)
 @pytest.mark.parametrize(("old", "new"), [("r/2.", "r/.2."), ("/r/", "/r (copy)@1/")])
-def test_strangers_in_a_buckets_trash_stop_a_collection(pushed: Store, bucket: Bucket, old: str, new: str) -> None:
+def test_strangers_in_a_buckets_trash_stop_a_collection(pinned: Store, bucket: Bucket, old: str, new: str) -> None:
     """A record there keeps its objects for a day, under whatever name; with its own it goes when its time has come."""
-    pushed.gc(Keep(last=1), remote="origin")
+    pinned.gc(Keep(last=1), remote="origin")
     before = {each.name for each in bucket.objects()}
     [called] = [each.name for each in bucket.listed("trash/commits") if "/2." in each.name]
     data = bucket.read(called, size_bytes_max=1 << 20) or b""
@@ -240,23 +230,23 @@ def test_strangers_in_a_buckets_trash_stop_a_collection(pushed: Store, bucket: B
 
     for dry_run in (True, False):
         with pytest.raises(IntegrityError, match=r"is not named as a record.*; nothing was removed"):
-            pushed.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=dry_run)
+            pinned.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=dry_run)
     with layerstore.open(bucket.url) as remote:
         assert [damage.path for damage in remote.verify().damaged] == [stranger]
 
     assert {each.name for each in bucket.objects()} == before
     bucket.write(called, lambda: [data])
     bucket.remove([stranger])
-    assert pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).trash.count == 1
+    assert pinned.gc(Keep(last=1), remote="origin", grace_seconds=0).trash.count == 1
 
 
-def test_what_stands_for_a_folder_in_a_bucket_stops_nothing(pushed: Store, bucket: Bucket) -> None:
+def test_what_stands_for_a_folder_in_a_bucket_stops_nothing(pinned: Store, bucket: Bucket) -> None:
     """Consoles and mounts write an empty object in a folder's place."""
     if not bucket.url.startswith("file://"):  # there folders are folders
         for name in ("commits/r", "commits/s"):
             bucket.write(name, lambda: [b""])
 
-    assert len(pushed.gc(Keep(last=1), remote="origin").removed) == 1
+    assert len(pinned.gc(Keep(last=1), remote="origin").removed) == 1
 
 
 def _opened_by_two(folder: Path) -> Failure | None:
@@ -270,9 +260,9 @@ def _opened_by_two(folder: Path) -> Failure | None:
 
 @pytest.mark.full
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_a_cache_of_another_user_is_refused(pushed: Store, tmp_path: Path) -> None:
+def test_a_cache_of_another_user_is_refused(pinned: Store, tmp_path: Path) -> None:
     """At once, and it is said how to name another one."""
-    pushed.push(f"file://{tmp_path}/bucket")
+    pinned.push(f"file://{tmp_path}/bucket")
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     failure = in_child(_opened_by_two, tmp_path).needed()
@@ -281,7 +271,7 @@ def test_a_cache_of_another_user_is_refused(pushed: Store, tmp_path: Path) -> No
 
 
 def test_what_is_closed_fetches_no_more(
-    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pinned: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what waits for its turn, nor the rest of what is on its way; nothing half done is left."""
     stream, begun, go_on = Bucket._stream, list[str](), threading.Event()
@@ -292,7 +282,7 @@ def test_what_is_closed_fetches_no_more(
         return stream(self, name, start, end, is_whole=is_whole)
 
     remote = layerstore.open(url)
-    refs = list(dict.fromkeys(tensor_objects(pushed)))
+    refs = list(dict.fromkeys(tensor_objects(pinned)))
     monkeypatch.setattr(Bucket, "_stream", held)
     shutdown = ThreadPoolExecutor.shutdown
 
@@ -313,7 +303,7 @@ def test_what_is_closed_fetches_no_more(
 
 
 def test_only_mirrors_make_room(
-    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Checkpoints
+    pinned: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Checkpoints
 ) -> None:
     """A store that lies in the cache's folder is none of its business."""
     with layerstore.init(tmp_path / "cache" / "mirrors" / "mine") as mine:
@@ -325,7 +315,7 @@ def test_only_mirrors_make_room(
 
 
 def test_a_fetch_that_failed_is_tried_again(
-    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pinned: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same open store reads on once the network is back."""
     with layerstore.open(url) as remote:
@@ -341,16 +331,16 @@ def test_a_fetch_that_failed_is_tried_again(
         remote.compose("r@6").write(tmp_path / "second")
 
 
-def test_the_command_line_bounds_the_cache_too(pushed: Store, tmp_path: Path) -> None:
+def test_the_command_line_bounds_the_cache_too(pinned: Store, tmp_path: Path) -> None:
     """``--cache`` goes before the environment; a size that is none is refused."""
-    pushed.push(f"file://{tmp_path}/bucket")
+    pinned.push(f"file://{tmp_path}/bucket")
     command = [sys.executable, "-m", "layerstore.cli", "--store", f"file://{tmp_path}/bucket", "--cache", "much"]
     done = subprocess.run([*command, "show", "r@2"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: 'much' is not a size")
 
 
 def test_two_processes_fetch_each_object_once(
-    pushed: Store, url: str, tmp_path: Path, read: list[tuple[str, int]]
+    pinned: Store, url: str, tmp_path: Path, read: list[tuple[str, int]]
 ) -> None:
     """Ranks of one host share the mirror: who comes second waits for the first."""
     with ThreadPoolExecutor() as pool:
@@ -365,9 +355,9 @@ def test_two_processes_fetch_each_object_once(
     assert not list((tmp_path / "cache").rglob("locks/fetch-*"))
 
 
-def test_a_flipped_bit_there_is_found(pushed: Store, bucket: Bucket, tmp_path: Path) -> None:
+def test_a_flipped_bit_there_is_found(pinned: Store, bucket: Bucket, tmp_path: Path) -> None:
     """By name, before a byte of it is handed out; healing puts it back."""
-    damage(bucket, pushed)
+    damage(bucket, pinned)
     with layerstore.open(bucket.url) as remote, pytest.raises(IntegrityError, match="is damaged"):
         remote.compose("r@6").write(tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -376,9 +366,9 @@ def test_a_flipped_bit_there_is_found(pushed: Store, bucket: Bucket, tmp_path: P
     assert found.needed_by == ("r@6",)
     assert layerstore.open(bucket.url).verify().ok
 
-    planned = pushed.repair(remote="origin", read_data=True, dry_run=True)
+    planned = pinned.repair(remote="origin", read_data=True, dry_run=True)
     assert not layerstore.open(bucket.url).verify(read_data=True).ok
-    assert pushed.repair(remote="origin", read_data=True) == planned
+    assert pinned.repair(remote="origin", read_data=True) == planned
 
     assert layerstore.open(bucket.url).verify(read_data=True).ok
 
@@ -393,49 +383,49 @@ def damage(bucket: Bucket, store: Store) -> str:
     return name
 
 
-def test_what_is_damaged_here_comes_from_a_remote(pushed: Store) -> None:
+def test_what_is_damaged_here_comes_from_a_remote(pinned: Store) -> None:
     """By its name, as by its URL."""
-    name = next(pushed.repo.objects.ids())
-    path = pushed.repo.layout.object(name)
+    name = next(pinned.repo.objects.ids())
+    path = pinned.repo.layout.object(name)
     sound = path.read_bytes()
     path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     with pytest.raises(InvalidInput, match="neither a store nor a remote"):
-        pushed.repair(read_data=True, sources=["orign"])
+        pinned.repair(read_data=True, sources=["orign"])
 
-    [fetched] = pushed.repair(read_data=True, sources=["origin"]).fetched
+    [fetched] = pinned.repair(read_data=True, sources=["origin"]).fetched
 
-    assert fetched.source == pushed.remotes.url("origin")
+    assert fetched.source == pinned.remotes.url("origin")
     assert path.read_bytes() == sound
 
 
 @pytest.mark.parametrize("folder", ["objects", "commits", "pins"])
-def test_what_is_lost_there_is_put_back(pushed: Store, bucket: Bucket, folder: str) -> None:
-    """An object, a blob with all that it names, a pin; a record that is gone is simply pushed."""
+def test_what_is_lost_there_is_put_back(pinned: Store, bucket: Bucket, folder: str) -> None:
+    """An object, a blob with all that it names, a pin; a record that is gone is simply pinned."""
     before = {each.name: each.size_bytes for each in bucket.listed(folder)}
     bucket.remove(list(before))
     if folder == "objects":
         assert not layerstore.open(bucket.url).verify().ok
 
-    pushed.repair(remote="origin")
-    pushed.push()
+    pinned.repair(remote="origin")
+    pinned.push()
 
     assert {each.name: each.size_bytes for each in bucket.listed(folder)} == before
     assert layerstore.open(bucket.url).verify(read_data=True).ok
 
 
-def test_what_changes_there_shows(pushed: Store, saved: Checkpoints, url: str) -> None:
+def test_what_changes_there_shows(pinned: Store, saved: Checkpoints, url: str) -> None:
     """A new commit, and one that is gone."""
     with layerstore.open(url) as remote:
         assert [entry.step for entry in remote.log()] == [6, 4, 2]
-    saved.into(pushed, 8)
-    pushed.push()
+    saved.into(pinned, 8)
+    pinned.push()
     Bucket(url).remove([each.name for each in Bucket(url).listed("commits") if "/2." in each.name])
     with layerstore.open(url) as remote:
         assert [entry.step for entry in remote.log()] == [8, 6, 4]
 
 
 @pytest.mark.parametrize("write", ["remotes", "reindex"])
-def test_a_remote_takes_saves_and_nothing_else(pushed: Store, url: str, write: str) -> None:
+def test_a_remote_takes_saves_and_nothing_else(pinned: Store, url: str, write: str) -> None:
     """Every verb that changes other files says so, and how to."""
     verbs: dict[str, Callable[[Store], object]] = {
         "remotes": lambda store: store.remotes.add("far", "s3://bucket/prefix"),
@@ -458,7 +448,7 @@ def test_no_store_there(url: str, tmp_path: Path) -> None:
 
 
 def test_what_fails_for_a_moment_is_repeated_and_told(
-    pushed: Store, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pinned: Store, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A download goes on where it was cut."""
     monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.001)
@@ -479,7 +469,7 @@ def test_what_fails_for_a_moment_is_repeated_and_told(
     assert len(cuts) == 10
 
 
-def test_what_fails_for_long_is_given_up(pushed: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_for_long_is_given_up(pinned: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a bounded number of tries, in one line."""
     monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.001)
 
@@ -493,7 +483,7 @@ def test_what_fails_for_long_is_given_up(pushed: Store, url: str, monkeypatch: p
 
 
 @pytest.mark.fault(114)
-def test_answers_that_end_early_are_no_damage(pushed: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_end_early_are_no_damage(pinned: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing is asked for again; if that does not help the network is blamed, and no object."""
     monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.001)
     stream, chance = Bucket._stream, random.Random(1)
@@ -515,14 +505,14 @@ def test_answers_that_end_early_are_no_damage(pushed: Store, url: str, monkeypat
 
 
 @pytest.mark.fault(114)
-def test_what_no_server_tells_is_no_damage(pushed: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_server_tells_is_no_damage(pinned: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A partial clone is not verified without its bucket, but nothing is reported as lost."""
     monkeypatch.setattr("layerstore.remote.bucket.REMOTE_TRIES", 1)
 
     def away(*_: object, **__: object) -> object:
         raise ConnectionError("no route to host")
 
-    pushed.push(f"file://{tmp_path}/bucket")
+    pinned.push(f"file://{tmp_path}/bucket")
     with layerstore.clone(f"file://{tmp_path}/bucket", tmp_path / "clone", records=True) as clone:
         monkeypatch.setattr("layerstore.remote.bucket._interruptible", away)
         with pytest.raises(StorageIO, match="no route"):

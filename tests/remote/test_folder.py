@@ -23,17 +23,7 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
-    """Return a store of three steps whose remote has it all, and a pin."""
-    saved.into(store, 2, 4, 6)
-    store.pin("best", "r@4")
-    store.remotes.add("origin", url)
-    store.push()
-    return store
-
-
-@pytest.fixture
-def remote(pushed: Store, tmp_path: Path) -> Path:
+def remote(pinned: Store, tmp_path: Path) -> Path:
     """Return the folder of the remote."""
     return tmp_path / "remote"
 
@@ -74,10 +64,10 @@ VERBS: dict[str, Callable[[Store, str], object]] = {
     "name", ["trash", "trash/commits", "trash/commits/r", "gc", "gc/at-work", "objects/00", "commits/root", "pins/p"]
 )
 def test_a_planted_link_is_refused_before_anything_is_changed(
-    pushed: Store, saved: Checkpoints, remote: Path, elsewhere: Path, url: str, name: str, verb: str
+    pinned: Store, saved: Checkpoints, remote: Path, elsewhere: Path, url: str, name: str, verb: str
 ) -> None:
     """By its name, by every verb, neither the remote nor the folder that it leads to is touched."""
-    saved.into(pushed, 8)
+    saved.into(pinned, 8)
     link = remote / name
     link.parent.mkdir(parents=True, exist_ok=True)
     if link.exists():
@@ -86,7 +76,7 @@ def test_a_planted_link_is_refused_before_anything_is_changed(
     before = content(remote), content(elsewhere)
 
     with pytest.raises(IntegrityError, match=f"{link} is a link"):
-        VERBS[verb](pushed, url)
+        VERBS[verb](pinned, url)
 
     assert (content(remote), content(elsewhere)) == before
 
@@ -95,10 +85,10 @@ def test_a_planted_link_is_refused_before_anything_is_changed(
 @pytest.mark.parametrize("verb", ["gc", "push", "repair"])
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_a_link_in_the_place_of_an_object_is_refused(
-    pushed: Store, saved: Checkpoints, remote: Path, elsewhere: Path, url: str, verb: str, kind: str
+    pinned: Store, saved: Checkpoints, remote: Path, elsewhere: Path, url: str, verb: str, kind: str
 ) -> None:
     """Also before anything is removed, although others are listed first; nor is a fifo waited for."""
-    saved.into(pushed, 8)
+    saved.into(pinned, 8)
     victim = max((remote / "objects").rglob("??/*"))
     victim.unlink()
     if kind == "link":
@@ -108,7 +98,7 @@ def test_a_link_in_the_place_of_an_object_is_refused(
     before = content(remote), content(elsewhere)
 
     with pytest.raises(IntegrityError, match=victim.name):
-        VERBS[verb](pushed, url)
+        VERBS[verb](pinned, url)
     with pytest.raises(IntegrityError, match=victim.name):
         layerstore.clone(url, remote.parent / "clone")
 
@@ -116,7 +106,7 @@ def test_a_link_in_the_place_of_an_object_is_refused(
 
 
 @pytest.mark.fault(118)
-def test_a_link_that_is_planted_later_is_refused(pushed: Store, remote: Path, elsewhere: Path, url: str) -> None:
+def test_a_link_that_is_planted_later_is_refused(pinned: Store, remote: Path, elsewhere: Path, url: str) -> None:
     """Each request looks at the folders on its way."""
     bucket = Bucket(url)
     (remote / "gc/planted").symlink_to(elsewhere)
@@ -143,26 +133,26 @@ def test_a_link_that_is_planted_later_is_refused(pushed: Store, remote: Path, el
     assert content(elsewhere) == before
 
 
-def test_the_remote_itself_may_be_reached_through_a_link(pushed: Store, remote: Path, tmp_path: Path) -> None:
+def test_the_remote_itself_may_be_reached_through_a_link(pinned: Store, remote: Path, tmp_path: Path) -> None:
     """Its path is resolved once, as that of a store."""
     (tmp_path / "short").symlink_to(remote)
     with layerstore.open(f"file://{tmp_path}/short") as opened:
         assert [entry.step for entry in opened.log()] == [6, 4, 2]
 
 
-def test_a_folder_with_other_things_does_not_become_a_remote(pushed: Store, tmp_path: Path) -> None:
+def test_a_folder_with_other_things_does_not_become_a_remote(pinned: Store, tmp_path: Path) -> None:
     """A mistyped path would mix a store into somebody's checkpoints."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("other")
 
     with pytest.raises(AlreadyExists, match=r"mine is not empty: it holds 'notes.txt'; nothing was sent"):
-        pushed.push((tmp_path / "mine").as_uri())
+        pinned.push((tmp_path / "mine").as_uri())
 
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
 def test_what_a_killed_push_has_left_goes_with_a_collection(
-    pushed: Store, url: str, remote: Path, monkeypatch: pytest.MonkeyPatch
+    pinned: Store, url: str, remote: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never had a name that a reader looks at."""
     names = content(remote)
@@ -178,12 +168,12 @@ def test_what_a_killed_push_has_left_goes_with_a_collection(
     [left] = content(remote).keys() - names.keys()
     assert left.startswith("gc/unfinished/")
 
-    pushed.gc(remote="origin", grace_seconds=0)
+    pinned.gc(remote="origin", grace_seconds=0)
 
     assert left not in content(remote)
 
 
-def test_what_is_written_there_is_durable(pushed: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_there_is_durable(pinned: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a store: the bytes are synced before they have a name, and then the name."""
     done: list[str] = []
     bucket = Bucket(url)
@@ -195,7 +185,7 @@ def test_what_is_written_there_is_durable(pushed: Store, url: str, monkeypatch: 
     assert [name for name in done if name in {"write", "fsync", "rename"}] == ["write", "fsync", "rename", "fsync"]
 
 
-def test_a_folder_that_is_gone_is_not_empty(pushed: Store, url: str, remote: Path) -> None:
+def test_a_folder_that_is_gone_is_not_empty(pinned: Store, url: str, remote: Path) -> None:
     """A disk that was unplugged must not make everything look unneeded, nor a push fill the place where it was."""
     bucket = Bucket(url)
     remote.rename(remote.parent / "unplugged")
@@ -208,7 +198,7 @@ def test_a_folder_that_is_gone_is_not_empty(pushed: Store, url: str, remote: Pat
 
 @pytest.mark.fault(118)
 def test_a_link_in_the_cache_of_remotes_is_not_followed(
-    pushed: Store, url: str, tmp_path: Path, elsewhere: Path
+    pinned: Store, url: str, tmp_path: Path, elsewhere: Path
 ) -> None:
     """Its records are compared with the bucket's, and what that does not list is removed."""
     layerstore.open(url).close()
@@ -222,7 +212,7 @@ def test_a_link_in_the_cache_of_remotes_is_not_followed(
 
 
 @pytest.mark.fault(116)
-def test_a_name_of_several_lines_is_a_stranger(pushed: Store, remote: Path, url: str, tmp_path: Path) -> None:
+def test_a_name_of_several_lines_is_a_stranger(pinned: Store, remote: Path, url: str, tmp_path: Path) -> None:
     """It stops nothing that it has nothing to do with, and is reported in one line."""
     for folder in ("commits/r", "pins", "objects/ab", "objects", "trash/commits"):
         (remote / folder).mkdir(parents=True, exist_ok=True)
@@ -234,14 +224,14 @@ def test_a_name_of_several_lines_is_a_stranger(pushed: Store, remote: Path, url:
             f"{folder}/two\nlines" for folder in ("commits/r", "pins", "trash/commits")
         }
     layerstore.clone(url, tmp_path / "clone").close()
-    pushed.push()
+    pinned.push()
     with pytest.raises(IntegrityError, match=r"two\\nlines"):
-        pushed.gc(Keep(last=1), remote="origin")
+        pinned.gc(Keep(last=1), remote="origin")
 
 
 @pytest.mark.fault(116)
 @pytest.mark.parametrize("victim", ["store.json", "commits/r/4.*", "pins/best", "objects/*/*"])
-def test_a_fifo_is_not_waited_for(pushed: Store, remote: Path, url: str, tmp_path: Path, victim: str) -> None:
+def test_a_fifo_is_not_waited_for(pinned: Store, remote: Path, url: str, tmp_path: Path, victim: str) -> None:
     """Whatever it takes the place of, a clone ends at once, and names it."""
     path = next(remote.glob(victim))
     path.unlink()
@@ -252,7 +242,7 @@ def test_a_fifo_is_not_waited_for(pushed: Store, remote: Path, url: str, tmp_pat
 
 @pytest.mark.fault(116)
 @pytest.mark.parametrize("place", ["", "/store.json", "/partial.json", "/remotes.json"])
-def test_a_fifo_in_the_place_of_a_clone_is_not_waited_for(pushed: Store, url: str, tmp_path: Path, place: str) -> None:
+def test_a_fifo_in_the_place_of_a_clone_is_not_waited_for(pinned: Store, url: str, tmp_path: Path, place: str) -> None:
     """Nor in the folder that a clone is made in."""
     if place:
         layerstore.clone(url, tmp_path / "clone").close()
@@ -263,9 +253,9 @@ def test_a_fifo_in_the_place_of_a_clone_is_not_waited_for(pushed: Store, url: st
 
 
 @pytest.mark.fault(129)
-def test_a_record_in_the_trash_under_another_run_stops_a_collection(pushed: Store, remote: Path) -> None:
+def test_a_record_in_the_trash_under_another_run_stops_a_collection(pinned: Store, remote: Path) -> None:
     """A sync tool has renamed the run's folder to what might be a run, too; a damaged record stops nothing."""
-    pushed.gc(Keep(last=1), remote="origin")
+    pinned.gc(Keep(last=1), remote="origin")
     (remote / "trash/commits/r").rename(remote / "trash/commits/r (copy)")
     for path in (remote / "objects").glob("*/*"):
         os.utime(path, (0, 0))
@@ -273,28 +263,28 @@ def test_a_record_in_the_trash_under_another_run_stops_a_collection(pushed: Stor
     before = content(remote / "objects")
 
     with pytest.raises(IntegrityError, match=r"^trash/commits/r \(copy\)/2\..*; nothing was removed"):
-        pushed.gc(Keep(last=1), remote="origin")
+        pinned.gc(Keep(last=1), remote="origin")
 
     assert content(remote / "objects") == before
     (remote / "trash/commits/r (copy)").rename(remote / "trash/commits/r")
     [record] = (remote / "trash/commits/r").iterdir()
     record.write_bytes(b"rotten")
-    assert pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).objects.count == 27
+    assert pinned.gc(Keep(last=1), remote="origin", grace_seconds=0).objects.count == 27
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [".nfs0000000000e1a2c300000007", ".fuse_hidden0000001200000003"])
 def test_a_removed_file_that_somebody_has_open_stops_nothing(
-    pushed: Store, remote: Path, url: str, tmp_path: Path, name: str
+    pinned: Store, remote: Path, url: str, tmp_path: Path, name: str
 ) -> None:
     """As in a store: NFS and FUSE keep it under such a name; a link of that name is refused."""
-    pushed.gc(Keep(last=2), remote="origin")
+    pinned.gc(Keep(last=2), remote="origin")
     for folder in ("commits", "commits/r", "pins", "objects", "objects/00", "trash/commits/r", "gc"):
         (remote / folder).mkdir(parents=True, exist_ok=True)
         (remote / folder / name).write_bytes(b"")
 
-    assert len(pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).removed) == 0
-    pushed.push()
+    assert len(pinned.gc(Keep(last=1), remote="origin", grace_seconds=0).removed) == 0
+    pinned.push()
     with layerstore.clone(url, tmp_path / "clone") as clone:
         assert clone.verify().ok
     assert layerstore.open(url).verify(read_data=True).ok
@@ -315,6 +305,6 @@ def _collected_in_little(path: Path, url: str) -> bool:
 
 
 @pytest.mark.fault(117)
-def test_a_collection_without_room_for_threads_ends(pushed: Store, url: str) -> None:
+def test_a_collection_without_room_for_threads_ends(pinned: Store, url: str) -> None:
     """By an error, with any amount of memory: no request waits for a thread that cannot be."""
-    assert in_child(_collected_in_little, pushed.path, url, timeout_seconds=100).needed()
+    assert in_child(_collected_in_little, pinned.path, url, timeout_seconds=100).needed()

@@ -13,16 +13,7 @@ from tests.unit.checkpoints import Checkpoints, digests
 
 
 @pytest.fixture
-def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
-    """Return a store of three steps and a pin whose remote has it all."""
-    saved.into(store, 2, 4, 6)
-    store.pin("best", "r@4")
-    store.push(url)
-    return store
-
-
-@pytest.fixture
-def clone(pushed: Store, url: str, tmp_path: Path) -> Store:
+def clone(pinned: Store, url: str, tmp_path: Path) -> Store:
     """Return a partial clone of it."""
     return layerstore.clone(url, tmp_path / "clone", records=True)
 
@@ -32,23 +23,23 @@ def objects(store: Store) -> set[str]:
     return {path.name for path in (store.path / "objects").glob("*/*")}
 
 
-def test_it_has_all_records_and_no_tensors(pushed: Store, clone: Store) -> None:
+def test_it_has_all_records_and_no_tensors(pinned: Store, clone: Store) -> None:
     """Questions are answered without the bucket."""
-    assert clone.log() == pushed.log()
-    assert clone.pins() == pushed.pins()
-    assert clone.diff("r@2", "r@6") == pushed.diff("r@2", "r@6")
-    names = pushed.repo.records.names("r")
-    blobs = {blob.id for name in names for blob in pushed.repo.catalog.commit(name).record.blobs}
+    assert clone.log() == pinned.log()
+    assert clone.pins() == pinned.pins()
+    assert clone.diff("r@2", "r@6") == pinned.diff("r@2", "r@6")
+    names = pinned.repo.records.names("r")
+    blobs = {blob.id for name in names for blob in pinned.repo.catalog.commit(name).record.blobs}
     assert objects(clone) == blobs
 
 
-def test_tensors_come_when_they_are_needed(pushed: Store, clone: Store, tmp_path: Path) -> None:
+def test_tensors_come_when_they_are_needed(pinned: Store, clone: Store, tmp_path: Path) -> None:
     """And stay: without the bucket the same composite can be written again."""
     before = objects(clone)
     clone.compose("r@4").write(tmp_path / "there")
-    pushed.compose("r@4").write(tmp_path / "here")
+    pinned.compose("r@4").write(tmp_path / "here")
     assert digests(tmp_path / "there") == digests(tmp_path / "here")
-    assert before < objects(clone) < objects(pushed)
+    assert before < objects(clone) < objects(pinned)
 
     clone.repo.layout.partial.write_text('{"url": "memory://another"}')
     again = layerstore.open(clone.path)
@@ -58,7 +49,7 @@ def test_tensors_come_when_they_are_needed(pushed: Store, clone: Store, tmp_path
         again.compose("r@2").write(tmp_path / "other")
 
 
-def test_it_is_written_to(pushed: Store, clone: Store, saved: Checkpoints, url: str, tmp_path: Path) -> None:
+def test_it_is_written_to(pinned: Store, clone: Store, saved: Checkpoints, url: str, tmp_path: Path) -> None:
     """What is saved there inherits layers that are not there, is pushed, and is whole elsewhere."""
     saved.into(clone, 8, policy="parity")
     assert clone.verify().ok
@@ -70,16 +61,16 @@ def test_it_is_written_to(pushed: Store, clone: Store, saved: Checkpoints, url: 
     clone.compose("r@8").write(tmp_path / "partial 8")
     assert digests(tmp_path / "whole 8") == digests(tmp_path / "partial 8")
 
-    assert pushed.pull(url).commits == ("r@8",)
-    saved.into(pushed, 10)
-    pushed.push(url)
+    assert pinned.pull(url).commits == ("r@8",)
+    saved.into(pinned, 10)
+    pinned.push(url)
     before = objects(clone)
     assert clone.pull().commits == ("r@10",)
     new = {blob.id for blob in clone.repo.catalog.commit(clone.repo.records.names("r")[-1]).record.blobs}
     assert objects(clone) == before | new
 
 
-def test_collecting_it_leaves_the_remote_alone(pushed: Store, clone: Store, url: str) -> None:
+def test_collecting_it_leaves_the_remote_alone(pinned: Store, clone: Store, url: str) -> None:
     """What nothing there needs goes, and what was never there is no error."""
     clone.gc(Keep(last=1), grace_seconds=0, empty_trash=True)
     assert [entry.step for entry in clone.log()] == [6, 4]  # one is pinned
@@ -89,12 +80,12 @@ def test_collecting_it_leaves_the_remote_alone(pushed: Store, clone: Store, url:
 
 @pytest.mark.fault(155)
 @pytest.mark.parametrize("where", ["bucket", "clone"])
-def test_each_question_looks_at_the_bucket_anew(clone: Store, pushed: Store, url: str, where: str) -> None:
+def test_each_question_looks_at_the_bucket_anew(clone: Store, pinned: Store, url: str, where: str) -> None:
     """What it has lost since the last one is damage, nothing is removed for it, and what needs it stays dropped."""
     with layerstore.open(url if where == "bucket" else clone.path) as asked:
         assert asked.verify().ok
-        missing = tensor_of(pushed, 6)
-        data = (pushed.path / missing).read_bytes()
+        missing = tensor_of(pinned, 6)
+        data = (pinned.path / missing).read_bytes()
         Bucket(url).remove([missing.as_posix()])
         assert [damage.path for damage in asked.verify().damaged] == [missing.as_posix()]
         Bucket(url).write(missing.as_posix(), lambda: [data])
@@ -102,11 +93,11 @@ def test_each_question_looks_at_the_bucket_anew(clone: Store, pushed: Store, url
 
 
 @pytest.mark.fault(155)
-def test_nothing_goes_or_comes_back_for_what_the_bucket_has_lost(clone: Store, pushed: Store, url: str) -> None:
+def test_nothing_goes_or_comes_back_for_what_the_bucket_has_lost(clone: Store, pinned: Store, url: str) -> None:
     """A commit that stays has lost something since: it might be the only copy; and one in the trash stays there."""
     assert clone.verify().ok
     clone.drop("r@4")
-    kept, gone = tensor_of(pushed, 6).as_posix(), tensor_of(pushed, 4).as_posix()
+    kept, gone = tensor_of(pinned, 6).as_posix(), tensor_of(pinned, 4).as_posix()
     before = objects(clone)
     Bucket(url).remove([kept, gone])
 
@@ -126,23 +117,23 @@ def test_its_note_may_be_damaged(clone: Store) -> None:
             layerstore.open(clone.path)
 
 
-def test_it_outlives_the_name_of_its_origin(pushed: Store, clone: Store, tmp_path: Path) -> None:
+def test_it_outlives_the_name_of_its_origin(pinned: Store, clone: Store, tmp_path: Path) -> None:
     """Names are for people."""
     clone.remotes.remove("origin")
     with layerstore.open(clone.path) as again:
         again.compose("r@2").write(tmp_path / "out")
 
 
-def test_what_another_remote_sends_is_whole(pushed: Store, clone: Store, saved: Checkpoints, tmp_path: Path) -> None:
+def test_what_another_remote_sends_is_whole(pinned: Store, clone: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """Only its origin can be asked later."""
-    saved.into(pushed, 8)
-    pushed.push(f"file://{tmp_path}/other")
+    saved.into(pinned, 8)
+    pinned.push(f"file://{tmp_path}/other")
     clone.pull(f"file://{tmp_path}/other")
     (tmp_path / "other").rename(tmp_path / "away")
     clone.compose("r@8").write(tmp_path / "out")
 
 
-def test_a_whole_clone_is_not_made_partial(pushed: Store, url: str, tmp_path: Path) -> None:
+def test_a_whole_clone_is_not_made_partial(pinned: Store, url: str, tmp_path: Path) -> None:
     """Later pulls would bring no tensors."""
     layerstore.clone(url, tmp_path / "whole").close()
     with pytest.raises(AlreadyExists, match="with all tensors"):
@@ -179,7 +170,7 @@ def tensor_of(store: Store, step: int) -> Path:
 
 
 @pytest.mark.fault(110)
-def test_a_verify_fetches_and_heals_nothing(pushed: Store, clone: Store, tmp_path: Path) -> None:
+def test_a_verify_fetches_and_heals_nothing(pinned: Store, clone: Store, tmp_path: Path) -> None:
     """What is here is read here, and what is not in the bucket; a repair takes the sound copy from there."""
     clone.compose("r@4").write(tmp_path / "out")
     path = tensor_of(clone, 4)
@@ -190,7 +181,7 @@ def test_a_verify_fetches_and_heals_nothing(pushed: Store, clone: Store, tmp_pat
 
     assert [(damage.path, damage.needed_by) for damage in verdict.damaged] == [(path.as_posix(), ("r@4", "best"))]
     assert (objects(clone), (clone.path / path).read_bytes()) == (before, harmed)
-    assert verdict.objects_read == pushed.verify(read_data=True).objects_read
+    assert verdict.objects_read == pinned.verify(read_data=True).objects_read
     assert [(of.path, of.source) for of in clone.repair(read_data=True).fetched] == [
         (path.as_posix(), clone.remotes.url("origin"))
     ]
@@ -198,10 +189,10 @@ def test_a_verify_fetches_and_heals_nothing(pushed: Store, clone: Store, tmp_pat
 
 
 @pytest.mark.fault(110)
-def test_damage_in_the_bucket_is_found_from_a_partial_clone(clone: Store, pushed: Store, bucket: Bucket) -> None:
+def test_damage_in_the_bucket_is_found_from_a_partial_clone(clone: Store, pinned: Store, bucket: Bucket) -> None:
     """Also in what was never fetched."""
-    path = tensor_of(pushed, 2).as_posix()
-    data = (pushed.path / path).read_bytes()
+    path = tensor_of(pinned, 2).as_posix()
+    data = (pinned.path / path).read_bytes()
     bucket.write(path, lambda: [data[:-1] + bytes([data[-1] ^ 1])])
     assert clone.verify().ok
     [damage] = clone.verify(read_data=True).damaged
@@ -224,9 +215,9 @@ def test_what_was_never_pushed_is_damaged_here(clone: Store, saved: Checkpoints,
 
 
 @pytest.mark.fault(155)
-def test_a_bucket_that_is_not_there_says_nothing_of_its_objects(pushed: Store, tmp_path: Path) -> None:
+def test_a_bucket_that_is_not_there_says_nothing_of_its_objects(pinned: Store, tmp_path: Path) -> None:
     """As while the disk that has it is not mounted: one error, and no damage is told."""
-    pushed.push(f"file://{tmp_path}/disk")
+    pinned.push(f"file://{tmp_path}/disk")
     with layerstore.clone(f"file://{tmp_path}/disk", tmp_path / "partial", records=True) as partial:
         (tmp_path / "disk").rename(tmp_path / "elsewhere")
 

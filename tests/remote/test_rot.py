@@ -24,14 +24,6 @@ from tests.unit.checkpoints import Checkpoints, digests
 Way = Callable[[Store, Path], object]
 
 
-@pytest.fixture
-def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
-    """Return a store of three steps whose remote has it all."""
-    saved.into(store, 2, 4, 6)
-    store.push(url)
-    return store
-
-
 def loaded(store: Store, out: Path) -> object:
     """Return all that two ranks of three load when they resume."""
     found = []

@@ -19,15 +19,6 @@ from tests.unit.checkpoints import Checkpoints
 
 
 @pytest.fixture
-def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
-    """Return a store of three steps whose remote has it all."""
-    saved.into(store, 2, 4, 6)
-    store.remotes.add("origin", url)
-    store.push()
-    return store
-
-
-@pytest.fixture
 def records(pushed: Store, bucket: Bucket) -> dict[int, str]:
     """Return the names of the records in the bucket, by step."""
     names = pushed.repo.records.names("r")
