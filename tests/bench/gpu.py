@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from math import ceil
@@ -24,7 +24,7 @@ from typing import ClassVar
 from layerstore import Keep
 from layerstore.live.saver.options import SaverKeywords
 from tests.bench.loop_job import Training
-from tests.bench.measure import disk_bytes
+from tests.bench.measure import disk_bytes, make_empty, seconds_of, seconds_until
 from tests.bench.peers import systems
 from tests.bench.peers.state import Engine
 from tests.bench.report import Bar, Table
@@ -242,7 +242,7 @@ class Bench:
 
     def job(self, kind: type[systems.System]) -> Job:
         """Do the job with one system."""
-        _make_empty(self._folder)
+        make_empty(self._folder)
         self._peak()
         job = Job(system=kind.name, parameters=self._training.parameters, bare=self.bare, steps=SAVES * self._every)
         system = kind(self._training.engine, self._folder)
@@ -275,12 +275,12 @@ class Bench:
             if waiting is not None:
                 job.durable.append(waiting.result())
             job.blocked.append(time.monotonic() - blocked)
-            removing += _seconds(system.forget_earlier)
+            removing += seconds_of(system.forget_earlier)
             before, begun = system.blocked_elsewhere(), time.monotonic()
             system.save()
             job.blocked[-1] += time.monotonic() - begun
             if system.is_waited_for_beside:
-                waiting = pool.submit(_until, system.wait, begun)
+                waiting = pool.submit(seconds_until, system.wait, begun)
             in_steps += sum(self._steps(self._every))
             job.blocked[-1] += system.blocked_elsewhere() - before
             if isinstance(system, DecoupledDeepSpeed):
@@ -297,7 +297,7 @@ class Bench:
         job.bytes = (written - job.first_bytes) // SAVES if isinstance(system, Exact) else written
 
     def _steps(self, count: int) -> list[float]:
-        return [_seconds(self._step) for _ in range(count)]
+        return [seconds_of(self._step) for _ in range(count)]
 
     def _step(self) -> None:
         """Make one step, and wait for it alone: copies go on beside."""
@@ -335,22 +335,6 @@ def _visible(system: systems.Layerstore) -> list[float]:
     assert system._saver is not None
     timings = system._saver.store.timings(systems.RUN)
     return [timing.visible_seconds for timing in timings if timing.visible_seconds is not None][-SAVES:]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.monotonic()
-    work()
-    return time.monotonic() - started
-
-
-def _until(work: Callable[[], object], started: float) -> float:
-    work()
-    return time.monotonic() - started
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 # -- the whole -----------------------------------------------------------------------------------------------------

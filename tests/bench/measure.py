@@ -8,6 +8,7 @@ In between, what was written is deleted and the disk is synced.
 """
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -199,6 +200,23 @@ def median_seconds(timings: Sequence[Timing]) -> float:
 def best_seconds(timings: Sequence[Timing]) -> float:
     """Return the shortest time: the run that others disturbed least."""
     return min(timing.seconds for timing in timings)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return how long *work* takes."""
+    return seconds_until(work, time.monotonic())
+
+
+def seconds_until(work: Callable[[], object], started: float) -> float:
+    """Return how long after *started* the end of *work* comes."""
+    work()
+    return time.monotonic() - started
+
+
+def make_empty(folder: Path) -> None:
+    """Leave *folder* there, with nothing in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def own_cpu_seconds() -> float:

@@ -10,11 +10,11 @@ import statistics
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import layerstore
 from tests.bench.generate import generate_size
+from tests.bench.measure import seconds_of
 from tests.shares.launch import Job
 
 COUNTS = (1, 2, 4)
@@ -37,7 +37,7 @@ def run(folder: Path, *, gb: float, rounds: int) -> None:
 
     starts: dict[int, list[float]] = defaultdict(list)
     for number in range(rounds + 1):  # the first warms up
-        found["copy"]["cp -r; sync"].append(_seconds(lambda: _copy(source, out)))
+        found["copy"]["cp -r; sync"].append(seconds_of(lambda: _copy(source, out)))
         shutil.rmtree(out)
         for count in COUNTS:
             shutil.rmtree(store)
@@ -64,9 +64,3 @@ def run(folder: Path, *, gb: float, rounds: int) -> None:
 def _copy(source: Path, out: Path) -> None:
     subprocess.run(["cp", "-r", source, out], check=True)
     subprocess.run(["sync"], check=True)
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    started = time.monotonic()
-    work()
-    return time.monotonic() - started

@@ -6,13 +6,13 @@ from pathlib import Path
 from layerstore import Store
 from layerstore.bisect import Judged
 from layerstore.policy import Drift
-from tests.precision.twins import record, tensors_in, twins
-from tests.unit.checkpoints import Checkpoints
+from tests.precision.twins import record, twins
+from tests.unit.checkpoints import Checkpoints, tensors_of
 
 
 def weights_in(folder: Path) -> dict[str, bytes]:
     """Return every tensor of a folder, however its files are cut."""
-    return {name: data for path in folder.glob("*.safetensors") for name, data in tensors_in(path).items()}
+    return {name: data for path in folder.glob("*.safetensors") for name, data in tensors_of(path).items()}
 
 
 def test_a_bisection_judges_what_is_composed_and_each_folder_says_that_it_is_inexact(

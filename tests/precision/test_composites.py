@@ -15,8 +15,8 @@ import layerstore
 from layerstore import Composite, Store
 from layerstore.model import Kind
 from layerstore.tree import Storage
-from tests.precision.twins import Twins, decoded, path_of, tensors_in, twins, versions
-from tests.unit.checkpoints import checkpoint, digests
+from tests.precision.twins import Twins, decoded, path_of, twins, versions
+from tests.unit.checkpoints import checkpoint, digests, tensors_of
 from tests.zero3.ptfiles import change_tree, held
 from tests.zero3.test_read import with_bytes
 
@@ -102,7 +102,7 @@ def test_every_file_is_whole_and_the_numbers_are_those_decoded_by_hand(pair: Twi
         assert twin.is_exact
         for mine, theirs in zip(found[layer].objects, twin.objects, strict=True):
             assert (mine.kind, mine.shard, mine.shards) == (theirs.kind, theirs.shard, theirs.shards)
-            assert decoded(pair.compact, mine) == tensors_in(path_of(pair.exact, theirs))
+            assert decoded(pair.compact, mine) == tensors_of(path_of(pair.exact, theirs))
             assert [tensor.crc32 for tensor in mine.tensors] == [tensor.crc32 for tensor in theirs.tensors]
 
 
@@ -150,7 +150,7 @@ def test_what_is_not_adams_in_fp32_stays_as_it_is(store: Store, tmp_path: Path, 
     kept = set()
     for layer in found:
         for mine, theirs in zip(found[layer].objects, wanted[layer].objects, strict=True):
-            exact = tensors_in(path_of(store, theirs))
+            exact = tensors_of(path_of(store, theirs))
             for tensor in mine.tensors:
                 if not tensor.coding:
                     assert decoded(store, mine)[tensor.key] == exact[tensor.key]

@@ -11,8 +11,8 @@ from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.history import NextCommit, resolve
 from layerstore.model import Kind, StoredObject
 from layerstore.staging import referable
-from tests.precision.twins import counts, path_of, tensors_in, versions
-from tests.unit.checkpoints import Checkpoints, header_of, snapshot
+from tests.precision.twins import counts, path_of, versions
+from tests.unit.checkpoints import Checkpoints, header_of, snapshot, tensors_of
 
 LAYER = "model.layers.1"
 
@@ -143,4 +143,4 @@ def test_every_flipped_bit_is_noticed(five: Store, tmp_path: Path, place: str, c
             ]
         path.write_bytes(data)
     assert five.verify(read_data=True).ok
-    assert tensors_in(path_of(five, object_of(five, "r@4", Kind.MASTER)))
+    assert tensors_of(path_of(five, object_of(five, "r@4", Kind.MASTER)))

@@ -12,7 +12,7 @@ from layerstore import Store
 from layerstore.coding import CODINGS
 from layerstore.history import resolve
 from layerstore.model import CommitRecord, LayerVersion, StoredObject
-from tests.unit.checkpoints import header_of
+from tests.unit.checkpoints import tensors_of
 from tests.zero3.ptfiles import change_tree
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -38,18 +38,10 @@ def path_of(store: Store, stored: StoredObject) -> Path:
     return store.repo.layout.object(stored.id)
 
 
-def tensors_in(path: Path) -> dict[str, bytes]:
-    """Return the bytes of every tensor in a safetensors file, codes and scales as well."""
-    data = path.read_bytes()
-    header, payload = header_of(path)
-    header.pop("__metadata__", None)
-    return {name: data[slice(*(payload + at for at in entry["data_offsets"]))] for name, entry in header.items()}
-
-
 def decoded(store: Store, stored: StoredObject) -> dict[str, bytes]:
     """Return the tensors of *stored*, decoded from its own file and, for differences, that of what it refers to."""
-    own = tensors_in(path_of(store, stored))
-    referred = tensors_in(store.repo.layout.object(stored.reference)) if stored.reference else {}  # type: ignore[arg-type]  # a name
+    own = tensors_of(path_of(store, stored))
+    referred = tensors_of(store.repo.layout.object(stored.reference)) if stored.reference else {}  # type: ignore[arg-type]  # a name
     found = {}
     for tensor in stored.tensors:
         if not tensor.coding:

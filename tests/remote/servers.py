@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,15 +12,10 @@ from shutil import which
 
 import pytest
 
+from tests.ranks.launch import free_port
+
 KEY, SECRET = "AKIAEXAMPLEEXAMPLE00", "asecretthatisnevershown0"
 START_SECONDS_MAX = 60
-
-
-def free_port() -> int:
-    """Return a port of the loopback that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from layerstore import Store
 from layerstore.errors import JobLost
 from layerstore.shares import meeting, processes
 from layerstore.storage import Repository
-from tests.remote.servers import free_port
+from tests.ranks.launch import free_port
 
 
 @pytest.fixture(autouse=True)

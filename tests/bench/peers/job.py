@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.bench.loop_job import Training, shape_of
-from tests.bench.measure import FamilyPeak, disk_bytes, wait_for_quiet
+from tests.bench.measure import FamilyPeak, disk_bytes, make_empty, seconds_until, wait_for_quiet
 from tests.bench.peers.state import State
 from tests.bench.peers.systems import IMPOSSIBLE, SYSTEMS, System
 from tests.bench.ranked import asked, begin, leave
@@ -108,7 +108,7 @@ class Job:
     def _turn(self, kind: Kind, *, number: int, saves: int) -> None:
         """Save *saves* times, a step of training beside each."""
         folder, removed = folder_of(kind, self._stores), 0
-        self._alone(lambda: _make_empty(folder))
+        self._alone(lambda: make_empty(folder))
         _trim()
         with FamilyPeak() as idle:
             self._training.step()
@@ -138,7 +138,7 @@ class Job:
         blocked = self._timed(system.save)  # all ranks meet at its end
         if system.is_waited_for_beside:
             with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(_seconds_until, system.wait, started)
+                waiting = pool.submit(seconds_until, system.wait, started)
                 self._training.step()
                 self._timed(waiting.result)
             durable = waiting.result()
@@ -266,11 +266,6 @@ class Job:
         return found
 
 
-def _seconds_until(work: Callable[[], None], started: float) -> float:
-    work()
-    return time.monotonic() - started
-
-
 def _trim() -> None:
     """Give back what was freed: or it would count as somebody's memory."""
     ctypes.CDLL(None).malloc_trim(0)
@@ -292,11 +287,6 @@ def _flip(path: Path) -> None:
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 0x10]))
     path.chmod(mode)
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 if __name__ == "__main__":
