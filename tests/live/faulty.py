@@ -20,7 +20,7 @@ from layerstore.errors import StorageIO
 from layerstore.live.saver import background, collector
 from layerstore.store import Store
 from tests.forked import tell
-from tests.live.tiny import RUN, STEPS, Faults, attempt, build, done, fail, hold, slow, told, train
+from tests.live.tiny import RUN, STEPS, Faults, attempt, build, done, fail, hold, resumed, slow, to_the_end, told, train
 
 
 def undisturbed(options: Any) -> None:
@@ -59,14 +59,8 @@ def watched(options: Any) -> None:
 
 def requeued(options: Any) -> None:
     """Go on from wherever the store says, to the end, saving at every step."""
-    engine = build()
     with layerstore.open(options["store"]) as store:
-        resumed = layerstore.resume(engine, store, run=RUN, must_exist=True)
-        assert resumed is not None
-        tell("resumed", step=resumed.step, client_state=resumed.client_state)
-        with layerstore.attach(engine, store, run=RUN, policy=options["policy"]) as saver:
-            train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
-        told(saver)
+        to_the_end(resumed(store), store, policy=options["policy"])
     done()
 
 

@@ -18,7 +18,7 @@ from layerstore.remote import Bucket, RemoteNotice
 from layerstore.remote import bucket as bucket_room
 from tests.forked import tell
 from tests.live.module import programs
-from tests.live.tiny import RUN, SAVED, STEPS, build, done, told, train
+from tests.live.tiny import RUN, SAVED, STEPS, begin, build, done, resumed, to_the_end, told, train
 from tests.remote.faulty import TROUBLES, let
 
 
@@ -35,27 +35,17 @@ def _settle(options: Any) -> Any:
 
 def begun(options: Any) -> None:
     """Save at every step, from the first on, into a bucket that holds nothing yet."""
-    url = _settle(options)
-    engine = build()
-    assert layerstore.resume(engine, url, run=RUN) is None
-    with layerstore.attach(engine, url, run=RUN, **options["saver"]) as saver:
-        train(engine, options["until"], saver=saver, save_at=range(STEPS))
-    told(saver)
+    begin(_settle(options), until=options["until"], **options["saver"])
     done()
 
 
 def requeued(options: Any) -> None:
     """Go on from wherever the bucket says, to the end, saving at every step."""
     url = _settle(options)
-    engine = build()
-    resumed = layerstore.resume(engine, url, run=RUN, must_exist=True)
-    assert resumed is not None
-    tell("resumed", step=resumed.step, client_state=resumed.client_state)
+    engine = resumed(url)
     if "whole" in options:
         _tell_whole(engine)
-    with layerstore.attach(engine, url, run=RUN, **options["saver"]) as saver:
-        train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
-    told(saver)
+    to_the_end(engine, url, **options["saver"])
     done()
 
 
@@ -149,10 +139,6 @@ def modules_again(options: Any) -> None:
 
 def kept(options: Any) -> None:
     """Keep the newest two saves only, collecting after each."""
-    url = _settle(options)
     collector.BUCKET_SECONDS = 0.0
-    engine = build()
-    with layerstore.attach(engine, url, run=RUN, keep=Keep(last=2), **options["saver"]) as saver:
-        train(engine, options["until"], saver=saver, save_at=range(STEPS))
-    told(saver)
+    begin(_settle(options), until=options["until"], keep=Keep(last=2), **options["saver"])
     done()

@@ -11,7 +11,7 @@ import layerstore
 from layerstore.live.saver import background
 from layerstore.store import Store
 from tests.forked import tell
-from tests.live.tiny import RUN, SAVED, STEPS, Faults, build, done, hold, told, train
+from tests.live.tiny import RUN, SAVED, STEPS, Faults, build, done, hold, resumed, to_the_end, told, train
 
 
 def _store(options: Any) -> str:
@@ -76,18 +76,8 @@ def killed(options: Any) -> None:
 def requeued(options: Any) -> None:
     """Go on from wherever the store says, to the end, saving at every step."""
     with layerstore.open(_store(options)) as store:
-        _go_on(store, RUN)
+        to_the_end(resumed(store), store, policy="parity")
     done()
-
-
-def _go_on(store: Store, run: str) -> None:
-    engine = build()
-    resumed = layerstore.resume(engine, store, run=run, must_exist=True)
-    assert resumed is not None
-    tell("resumed", step=resumed.step, client_state=resumed.client_state, name=run)
-    with layerstore.attach(engine, store, run=run, policy="parity") as saver:
-        train(engine, STEPS, saver=saver, save_at=range(STEPS + 1), name=run)
-    told(saver)
 
 
 def unkilled(options: Any) -> None:
@@ -97,5 +87,6 @@ def unkilled(options: Any) -> None:
             engine = build()
             with layerstore.attach(engine, store, run=f"until{step}", policy="parity") as saver:
                 train(engine, step, saver=saver, save_at=range(STEPS), name="before")
-            _go_on(store, f"until{step}")
+            run = f"until{step}"
+            to_the_end(resumed(store, run=run, name=run), store, run=run, name=run, policy="parity")
     done()

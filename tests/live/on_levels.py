@@ -14,7 +14,7 @@ from layerstore import Keep
 from layerstore.live.saver import background, collector, sending
 from layerstore.live.saver.sending import Sender
 from tests.forked import tell
-from tests.live.tiny import RUN, STEPS, build, done, told, train
+from tests.live.tiny import RUN, STEPS, begin, build, done, resumed, to_the_end, told, train
 
 
 def _settle(options: Any) -> list[str]:
@@ -68,30 +68,17 @@ def _followed(saver: layerstore.Saver) -> None:
 def requeued(options: Any) -> None:
     """Go on from what the levels have, to the end, saving at every step."""
     levels = _settle(options)
-    engine = build()
-    resumed = layerstore.resume(engine, levels, run=RUN, must_exist=True)
-    assert resumed is not None
-    tell("resumed", step=resumed.step)
-    with layerstore.attach(engine, levels, run=RUN, durable="remote") as saver:
-        train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
-        saver.wait()
-    told(saver)
+    to_the_end(resumed(levels), levels, durable="remote")
     done()
 
 
 def on_nodes(options: Any) -> None:
     """Save the first steps; each rank is a node, with a first level and a cache of its own."""
-    levels = _as_node(options)
-    engine = build()
-    assert layerstore.resume(engine, levels, run=RUN) is None
     keep = Keep(last=options["keep"]) if "keep" in options else None
+    until, pin = options["until"], options.get("pin", "")
     if "slow" in options:
         _delay(options)
-    with layerstore.attach(engine, levels, run=RUN, keep=keep, **options["saver"]) as saver:
-        train(engine, options["until"], saver=saver, save_at=range(options["until"] + ("pin" not in options)))
-        if "pin" in options:
-            saver.save(pin=options["pin"])
-    told(saver)
+    begin(_as_node(options), until=until, save_at=range(until + (not pin)), pin=pin, keep=keep, **options["saver"])
     done()
 
 
@@ -136,14 +123,7 @@ def more_on_nodes(options: Any) -> None:
 def requeued_on_nodes(options: Any) -> None:
     """Go on from what the nodes' levels and the others have, to the end, saving at every step."""
     levels = _as_node(options)
-    engine = build()
-    resumed = layerstore.resume(engine, levels, run=RUN, must_exist=True)
-    assert resumed is not None
-    tell("resumed", step=resumed.step)
-    with layerstore.attach(engine, levels, run=RUN, **options["saver"]) as saver:
-        train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
-        saver.wait()
-    told(saver)
+    to_the_end(resumed(levels), levels, **options["saver"])
     done()
 
 

@@ -154,7 +154,7 @@ def test_a_host_that_is_killed_loses_nothing(
     if host == 0:
         assert resumed["step"] == SAVED + (phase in COMMIT[VISIBLE:])
     assert resumed["client_state"] == {"epoch": resumed["step"]}
-    assert losses(requeued, RUN) == unkilled[resumed["step"]]
+    assert losses(requeued) == unkilled[resumed["step"]]
     assert one(requeued, "status")["errors"] == []
     for each, store in zip(both, stores, strict=True):
         assert check(each, store, monkeypatch) == list(range(1, STEPS + 1))

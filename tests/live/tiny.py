@@ -115,6 +115,34 @@ def train(engine: Engine, upto: int, *, saver: Any = None, save_at: Sequence[int
             tell("saved", step=number, due=list(saved.layers_due), skipped=saved.skipped, name=name)
 
 
+def begin(place: Any, *, until: int, save_at: Sequence[int] = range(STEPS), pin: str = "", **options: Any) -> None:
+    """Train a new engine, saving to *place*, which holds nothing yet; the end may be a save with a *pin*."""
+    engine = build()
+    assert layerstore.resume(engine, place, run=RUN) is None
+    with layerstore.attach(engine, place, run=RUN, **options) as saver:
+        train(engine, until, saver=saver, save_at=save_at)
+        if pin:
+            saver.save(pin=pin)
+    told(saver)
+
+
+def resumed(place: Any, *, run: str = RUN, name: str = "") -> Engine:
+    """Return a new engine that goes on from what *place* has of *run*."""
+    engine = build()
+    found = layerstore.resume(engine, place, run=run, must_exist=True)
+    assert found is not None
+    tell("resumed", step=found.step, client_state=found.client_state, name=name)
+    return engine
+
+
+def to_the_end(engine: Engine, place: Any, *, run: str = RUN, name: str = "", **options: Any) -> None:
+    """Train *engine* to the last step, saving at every step."""
+    with layerstore.attach(engine, place, run=run, **options) as saver:
+        train(engine, STEPS, saver=saver, save_at=range(STEPS + 1), name=name)
+        saver.wait()
+    told(saver, name)
+
+
 def told(saver: Any, name: str = "") -> None:
     """Tell how *saver* is doing."""
     tell("status", **asdict(saver.status()), name=name)
