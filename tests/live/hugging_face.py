@@ -56,7 +56,11 @@ def main() -> None:
     arguments = parser.parse_args()
     deepspeed.init_distributed(dist_backend="gloo")
     PARTS[arguments.part](arguments.out)
-    # What a process that ends does; but taking down the threads of torch and gloo now and then aborts it.
+    end()
+
+
+def end() -> None:
+    """Do what a process that ends does; but taking down the threads of torch and gloo now and then aborts it."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)
@@ -184,11 +188,10 @@ def job(
         model=models.llama(tied=False, dropout=DROPOUT),
         args=arguments_of(
             out / name,
-            gather=gather,
-            stage=stage,
             limit=limit,
             load_best=load_best,
-            jit=bool(terminate_at or terminate_in),
+            deepspeed=gathering(stage, gather=gather),
+            enable_jit_checkpoint=bool(terminate_at or terminate_in),
         ),
         train_dataset=Batches(),
         eval_dataset=torch.utils.data.Subset(Batches(), range(40, 48)),
@@ -212,21 +215,17 @@ def in_bucket(out: Path) -> str:
     return f"file://{out}/bucket"
 
 
-def arguments_of(
-    folder: Path,
-    *,
-    gather: bool = True,
-    stage: int = 3,
-    limit: int | None = None,
-    load_best: bool = True,
-    jit: bool = False,
-) -> TrainingArguments:
-    """Return the arguments of all jobs; the best state is the first, so that loading it changes the weights."""
+def gathering(stage: int, *, gather: bool) -> dict[str, Any]:
+    """Return DeepSpeed's settings, with which it saves whole weights too, or does not."""
     config = zero_config(stage)
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = gather
+    return config
+
+
+def arguments_of(folder: Path, *, limit: int | None, load_best: bool, **more: Any) -> TrainingArguments:
+    """Return the arguments of all jobs; the best state is the first, so that loading it changes the weights."""
     return training_arguments(
         folder,
-        deepspeed=config,
         learning_rate=1e-2,
         max_steps=STEPS,
         save_steps=SAVE_STEPS,
@@ -236,7 +235,7 @@ def arguments_of(
         metric_for_best_model="eval_loss",
         greater_is_better=True,
         save_total_limit=limit,
-        enable_jit_checkpoint=jit,
+        **more,
     )
 
 
@@ -249,6 +248,12 @@ def note_end(folder: Path, trainer: StepTrainer) -> None:
             weights[name] = parameter.detach().clone()
     if dist.get_rank() == 0:
         torch.save(weights, folder / "weights.pt")
+    note_history(folder, trainer)
+
+
+def note_history(folder: Path, trainer: RecordingTrainer) -> None:
+    """Write down what was logged, but for times."""
+    if dist.get_rank() == 0:
         timed = ("runtime", "per_second")
         history = [
             {key: value for key, value in entry.items() if not key.endswith(timed)}

@@ -10,10 +10,8 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,13 +27,9 @@ from transformers import TrainerCallback
 import layerstore
 from layerstore.transformers import LayerstoreCallback, checkpoint
 from tests.deepspeed import models
-from tests.deepspeed.trainer import DROPOUT, Batches, RecordingTrainer, training_arguments
+from tests.deepspeed.trainer import DROPOUT, Batches, RecordingTrainer
 from tests.live import hugging_face
-
-STEPS = 6
-SAVE_STEPS = 2
-LEFT_AT = 3
-"""Where jobs are left in the middle: one step after a save."""
+from tests.live.hugging_face import LEFT_AT, SAVE_STEPS, STEPS, Left, arguments_of, end, note_history, say
 
 FORMS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
@@ -51,10 +45,7 @@ def main() -> None:
         hugging_face.job(arguments.out, "zero", store=arguments.out / "store", leave_at=LEFT_AT)
     shard_on_cpus()
     PARTS[arguments.part](arguments.out)
-    # What a process that ends does; but taking down the threads of torch and gloo now and then aborts it.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(0)
+    end()
 
 
 def shard_on_cpus() -> None:
@@ -105,10 +96,6 @@ def go_on_elsewhere(out: Path) -> None:
 # -- the Trainer ---------------------------------------------------------------------------------------------------
 
 
-class Left(Exception):
-    """Training is left where it is, as by a crash."""
-
-
 class Recorder(TrainerCallback):
     """Writes down what training begins with, and each step; leaves training after a step."""
 
@@ -152,20 +139,12 @@ def job(
         callbacks.append(LayerstoreCallback(store, run=name, **settings))  # the one line of layerstore
     trainer = RecordingTrainer(
         model=models.llama(tied=False, dropout=DROPOUT),
-        args=training_arguments(
+        args=arguments_of(
             out / name,
+            limit=limit,
+            load_best=load_best,
             fsdp=True,
             fsdp_config={"state_dict_type": form, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-            learning_rate=1e-2,
-            max_steps=STEPS,
-            save_steps=SAVE_STEPS,
-            eval_strategy="steps",
-            eval_steps=SAVE_STEPS,
-            # The best state is the first, so that loading it changes the weights.
-            load_best_model_at_end=load_best,
-            metric_for_best_model="eval_loss",
-            greater_is_better=True,
-            save_total_limit=limit,
         ),
         train_dataset=Batches(),
         eval_dataset=torch.utils.data.Subset(Batches(), range(40, 48)),
@@ -180,17 +159,6 @@ def job(
         keep(out / (trace or name) / "ended.pt", dict(whole(trainer.model)))
         note_history(out / (trace or name), trainer)
     forget_state()
-
-
-def note_history(folder: Path, trainer: RecordingTrainer) -> None:
-    """Write down what was logged, but for times."""
-    if dist.get_rank() == 0:
-        timed = ("runtime", "per_second")
-        history = [
-            {key: value for key, value in entry.items() if not key.endswith(timed)}
-            for entry in trainer.state.log_history
-        ]
-        (folder / "history.json").write_text(json.dumps(history))
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -275,12 +243,6 @@ def forget_state() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-
-
-def say(words: str) -> None:
-    """Print *words* once."""
-    if dist.get_rank() == 0:
-        print(f"=== {words}", flush=True)
 
 
 PARTS = {"train": train_all, "resume": resume_all, "elsewhere": go_on_elsewhere}

@@ -71,7 +71,7 @@ def ingested(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def trace(out: Path, name: str) -> list[dict[str, Any]]:
-    """Return the exact losses and gradient norms of a job."""
+    """Return what a job has written down of each step: exact losses, and of ZeRO gradient norms."""
     return [json.loads(line) for line in (out / name / "trace.jsonl").read_text().splitlines()]
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +15,11 @@ from layerstore.composite import Composite
 from layerstore.errors import InvalidInput
 from layerstore.store import Store
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train
-from tests.live.test_hugging_face import steps
+from tests.live.test_hugging_face import SAVED, STEPS, history, steps, trace
 
 pytestmark = [pytest.mark.timeout(3 * LAUNCH_SECONDS_MAX), pytest.mark.full]
 
 PROGRAM = "tests.live.hugging_face_fsdp"
-STEPS = [1, 2, 3, 4, 5, 6]
-SAVED = [2, 4, 6]
 FORMS = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
 each_form = pytest.mark.parametrize("form", FORMS, ids=["sharded", "full"])
@@ -65,17 +61,6 @@ def store(trained: Path) -> Iterator[Store]:
     """Return the store that all jobs saved to."""
     with layerstore.open(trained / "store") as opened:
         yield opened
-
-
-def trace(out: Path, name: str) -> list[dict[str, Any]]:
-    """Return the exact losses of a job on all ranks."""
-    return [json.loads(line) for line in (out / name / "trace.jsonl").read_text().splitlines()]
-
-
-def history(out: Path, name: str) -> list[dict[str, Any]]:
-    """Return what a Trainer logged at each step: losses, learning rates, evaluations."""
-    logged: list[dict[str, Any]] = json.loads((out / name / "history.json").read_text())
-    return [entry for entry in logged if "train_loss" not in entry]  # that one is of this process alone
 
 
 def tensors(out: Path, name: str) -> dict[str, bytes]:
