@@ -6,5 +6,3 @@ To add a step, see docs/adr/0024-migrations.md.
 
 from layerstore.migrations.runner import STEPS, Migration, migrate, plan_migration
 from layerstore.migrations.step import Step
-
-__all__ = ["STEPS", "Migration", "Step", "migrate", "plan_migration"]

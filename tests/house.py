@@ -69,10 +69,16 @@ def door(path: str, text: str) -> int:
     """Return how many names the room whose ``__init__`` is *text* exports."""
     if not path.endswith("/__init__.py"):
         return 0
+    names, room = set[str](), path.removesuffix("/__init__.py").replace("/", ".")
     for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return len(ast.literal_eval(node.value))
-    return 0
+        match node:
+            case ast.Assign(targets=[ast.Name("__all__")], value=value):  # of the package
+                return len(ast.literal_eval(value))
+            case ast.ImportFrom(module=str(module)) if f"{room}." in module:  # other rooms' names are for its own use
+                names |= {each.asname or each.name for each in node.names}
+            case _:
+                pass
+    return len(names)
 
 
 def counted(sources: Mapping[str, str]) -> dict[str, Count]:

@@ -2,10 +2,3 @@
 
 from layerstore.arrays.state_dict import make_state_dict
 from layerstore.arrays.tensors import TensorKind, Tensors, open_tensors
-
-__all__ = [
-    "TensorKind",
-    "Tensors",
-    "make_state_dict",
-    "open_tensors",
-]

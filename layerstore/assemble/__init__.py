@@ -21,33 +21,3 @@ from layerstore.assemble.export import Exported, ExportPlan, execute_export, exp
 from layerstore.assemble.read import fill_pieces
 from layerstore.assemble.safetensors import Run, WeightsFile, WeightTensor, weights_file, weights_files
 from layerstore.assemble.target import Force, Writing, appearing, checked_file, checked_target, files_in, write_file
-
-__all__ = [
-    "Archives",
-    "Assembly",
-    "DerivedCheck",
-    "ExportPlan",
-    "Exported",
-    "Fill",
-    "Force",
-    "OutputFile",
-    "Run",
-    "WeightTensor",
-    "WeightsFile",
-    "Writing",
-    "appearing",
-    "assembling",
-    "checked_file",
-    "checked_target",
-    "execute_export",
-    "export_notes",
-    "files_in",
-    "fill_pieces",
-    "literal_file",
-    "merged",
-    "plan_source_file",
-    "weights_file",
-    "weights_files",
-    "whole",
-    "write_file",
-]

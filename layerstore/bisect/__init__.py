@@ -9,5 +9,3 @@ from layerstore.bisect.bisection import Bisected, bisect
 from layerstore.bisect.judges import Judged, command_judge
 from layerstore.bisect.search import TrialVerdict
 from layerstore.bisect.trial_log import Trial, read_trials
-
-__all__ = ["Bisected", "Judged", "Trial", "TrialVerdict", "bisect", "command_judge", "read_trials"]

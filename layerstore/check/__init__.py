@@ -12,21 +12,3 @@ from layerstore.check.repair import (
     restore_identity,
 )
 from layerstore.check.verify import Verdict, parse_sample, verify_store
-
-__all__ = [
-    "Cost",
-    "Damage",
-    "Diagnosis",
-    "Fetched",
-    "Hurt",
-    "Repaired",
-    "RestoredIdentity",
-    "Verdict",
-    "diagnose",
-    "execute_repair",
-    "opened_sources",
-    "parse_sample",
-    "plan_repair",
-    "restore_identity",
-    "verify_store",
-]

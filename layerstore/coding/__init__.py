@@ -2,5 +2,3 @@
 
 from layerstore.coding.codings import CODINGS, Coded, Coding
 from layerstore.coding.spec import BLOCK, Error, NotCodable, Part
-
-__all__ = ["BLOCK", "CODINGS", "Coded", "Coding", "Error", "NotCodable", "Part"]

@@ -19,20 +19,3 @@ from layerstore.compose.choose import (
 from layerstore.compose.means import average, base_of_mean
 from layerstore.compose.recipes import compose_by_recipe
 from layerstore.compose.sound_layers import without_damaged
-
-__all__ = [
-    "Composition",
-    "as_newest_exact",
-    "average",
-    "base_of_mean",
-    "cautions",
-    "check_splittable",
-    "compose_by_policy",
-    "compose_by_recipe",
-    "compose_exact",
-    "compose_latest",
-    "load_versions",
-    "mismatch",
-    "naming_damage",
-    "without_damaged",
-]

@@ -4,5 +4,3 @@ from layerstore.delta.apply import Applied, apply_delta
 from layerstore.delta.codec import ENCODINGS, Encoding
 from layerstore.delta.delta_folder import is_delta
 from layerstore.delta.write import DeltaWritten, write_delta
-
-__all__ = ["ENCODINGS", "Applied", "DeltaWritten", "Encoding", "apply_delta", "is_delta", "write_delta"]

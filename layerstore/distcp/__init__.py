@@ -15,24 +15,3 @@ from layerstore.distcp.read import DcpFolder
 from layerstore.distcp.standalone import read_standalone
 from layerstore.distcp.whole import open_folder
 from layerstore.distcp.write import plan_dcp
-
-__all__ = [
-    "Boxes",
-    "Chunk",
-    "Contents",
-    "DcpFolder",
-    "Entry",
-    "Item",
-    "Named",
-    "PlannedSave",
-    "Work",
-    "common_step",
-    "metadata_bytes",
-    "names_of",
-    "open_folder",
-    "plan_dcp",
-    "plan_save",
-    "read_dcp",
-    "read_standalone",
-    "splits",
-]

@@ -25,35 +25,3 @@ from layerstore.format.records import (
 )
 from layerstore.format.store_json import FORMAT, StoreIdentity, format_of, stated_flags
 from layerstore.format.treecodec import encode_tree
-
-__all__ = [
-    "FORMAT",
-    "STATE_MAGIC",
-    "VERSION_MAGIC",
-    "WITHOUT_MOMENTS",
-    "Plain",
-    "StoreIdentity",
-    "commit_id",
-    "decode_state",
-    "decode_version",
-    "encode_blob",
-    "encode_tree",
-    "format_of",
-    "from_plain",
-    "make_commit",
-    "named_in_version",
-    "pack",
-    "pack_object",
-    "part_name",
-    "ref_of",
-    "seal_commit",
-    "seal_part",
-    "seal_pin",
-    "stated_flags",
-    "stated_store",
-    "to_plain",
-    "unpack",
-    "unseal_commit",
-    "unseal_part",
-    "unseal_pin",
-]

@@ -17,8 +17,6 @@ from layerstore.formats.shards import Shards, Zero3
 from layerstore.formats.universal import Universal
 from layerstore.nearest import did_you_mean, nearest
 
-__all__ = ["FORMATS", "Delta", "Format", "FormatKeywords", "Plan", "chosen_format"]
-
 FORMATS: tuple[type[Format], ...] = (Shards, Zero3, HuggingFace, Dcp, Universal, Delta)
 """All formats, in the order of ``--help``."""
 

@@ -23,31 +23,3 @@ from layerstore.gc.drop import (
 from layerstore.gc.mark import commit_named, concluding, readable_pins, stranger
 from layerstore.gc.retention import NOT_PUSHED, NOT_REQUESTED, CommitFate, Facts
 from layerstore.gc.sweep import Gone
-
-__all__ = [
-    "NOT_PUSHED",
-    "NOT_REQUESTED",
-    "CommitFate",
-    "Dropped",
-    "DroppedCommit",
-    "Facts",
-    "GcOutcome",
-    "GcRequest",
-    "Gone",
-    "check_confirmed",
-    "chosen",
-    "commit_named",
-    "concluding",
-    "damaged_records",
-    "dropped",
-    "execute_drop",
-    "execute_gc",
-    "give_up",
-    "has_work",
-    "notes_of",
-    "plan_drop",
-    "plan_gc",
-    "readable_pins",
-    "stranger",
-    "undrop",
-]

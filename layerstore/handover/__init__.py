@@ -15,20 +15,3 @@ from layerstore.handover.dcp_state import (
     plain_setting,
     updates_counted,
 )
-
-__all__ = [
-    "CLIENT_STATE",
-    "PARAM_GROUPS",
-    "DcpState",
-    "Held",
-    "KeyPath",
-    "SavedTensor",
-    "SavedValue",
-    "UpdatesSince",
-    "advance",
-    "group_settings",
-    "is_stale",
-    "plain_setting",
-    "since",
-    "updates_counted",
-]

@@ -3,11 +3,3 @@
 from layerstore.hf.meta_model import parameter_shapes
 from layerstore.hf.peft import plan_beside
 from layerstore.hf.plan import CONFIG, goes_along, plan_export
-
-__all__ = [
-    "CONFIG",
-    "goes_along",
-    "parameter_shapes",
-    "plan_beside",
-    "plan_export",
-]

@@ -3,12 +3,3 @@
 from layerstore.ingest.execute import ingest
 from layerstore.ingest.ingested import Ingested
 from layerstore.ingest.selection import is_still, layers_due, sample_weight, sampled
-
-__all__ = [
-    "Ingested",
-    "ingest",
-    "is_still",
-    "layers_due",
-    "sample_weight",
-    "sampled",
-]

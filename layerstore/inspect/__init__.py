@@ -18,36 +18,3 @@ from layerstore.inspect.report import make_report
 from layerstore.inspect.runs import RunLine, run_lines
 from layerstore.inspect.show import CommitView, LayerLine, describe_commit, layer_lines
 from layerstore.inspect.stats import Stats, count_bytes, stats_fields
-
-__all__ = [
-    "CommitView",
-    "Diff",
-    "DiffSide",
-    "LayerDiff",
-    "LayerLine",
-    "LogEntry",
-    "LogLine",
-    "LogPage",
-    "Model",
-    "ParameterDiff",
-    "ParametersDiff",
-    "Prices",
-    "RunLine",
-    "StateDiff",
-    "Stats",
-    "Training",
-    "compare",
-    "compare_layer",
-    "count_bytes",
-    "describe_commit",
-    "estimate_saves",
-    "layer_lines",
-    "log_fields",
-    "made_up",
-    "make_report",
-    "model_at",
-    "model_of_commit",
-    "read_log",
-    "run_lines",
-    "stats_fields",
-]

@@ -10,5 +10,3 @@ from layerstore.live.attaching import attach
 from layerstore.live.pointer_files import checkpoint
 from layerstore.live.resuming import Resumed, resume
 from layerstore.live.saver import Saved, Saver, SaverOptions, SmallBuffer, Status
-
-__all__ = ["Resumed", "Saved", "Saver", "SaverOptions", "SmallBuffer", "Status", "attach", "checkpoint", "resume"]

@@ -16,24 +16,3 @@ from layerstore.numbers.distance import (
 from layerstore.numbers.geometry import box_runs
 from layerstore.numbers.means import mean
 from layerstore.numbers.rounding import can_convert, can_derive, convert, equal_bytes, newly_infinite
-
-__all__ = [
-    "SECOND_MOMENT",
-    "Distance",
-    "Meter",
-    "Movements",
-    "Numbers",
-    "Weighted",
-    "WeightedMeter",
-    "box_runs",
-    "can_convert",
-    "can_derive",
-    "can_measure",
-    "convert",
-    "equal_bytes",
-    "mean",
-    "movement_of",
-    "newly_infinite",
-    "nothing_between",
-    "weighted_movements",
-]

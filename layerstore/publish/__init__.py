@@ -18,32 +18,3 @@ from layerstore.publish.rank_parts import (
 )
 from layerstore.publish.timings import SaveTiming, note_timing, read_timings
 from layerstore.publish.transaction import Published, Transaction, republish, retire
-
-__all__ = [
-    "FrozenWeights",
-    "GivenUp",
-    "InheritedLayerLost",
-    "JointCommit",
-    "OlderVersions",
-    "Published",
-    "SaveTiming",
-    "Transaction",
-    "check_pin_free",
-    "check_pin_means",
-    "check_pin_name",
-    "copy_commit",
-    "copy_share",
-    "delete_pin",
-    "fail_share",
-    "join",
-    "joined_losses",
-    "make_pin",
-    "note_timing",
-    "objects_due",
-    "parts_of",
-    "read_timings",
-    "republish",
-    "retire",
-    "shows_pinned",
-    "write_share",
-]

@@ -18,30 +18,3 @@ from layerstore.remote.pull import (
 )
 from layerstore.remote.push import Pushed, follow, push
 from layerstore.remote.remotes import Remotes, checked_url, refuse_folder
-
-__all__ = [
-    "Bucket",
-    "Pulled",
-    "Pushed",
-    "Remote",
-    "RemoteNotice",
-    "Remotes",
-    "check_same_store",
-    "checked_url",
-    "claim",
-    "clone",
-    "collect",
-    "completed",
-    "follow",
-    "heal",
-    "heal_identity",
-    "kept_there",
-    "make_partial",
-    "make_there",
-    "partial_of",
-    "pull",
-    "push",
-    "refuse_folder",
-    "send_to_folder",
-    "take_over",
-]

@@ -3,14 +3,3 @@
 from layerstore.shards.ranks import RankStates, check_has_moments, plan_optimizer, plan_ranks
 from layerstore.shards.universal import plan_universal
 from layerstore.shards.write import RankLoad, Written, execute_compose
-
-__all__ = [
-    "RankLoad",
-    "RankStates",
-    "Written",
-    "check_has_moments",
-    "execute_compose",
-    "plan_optimizer",
-    "plan_ranks",
-    "plan_universal",
-]

@@ -20,22 +20,3 @@ from layerstore.source.sourcefile import (
     truncated,
     untrusted,
 )
-
-__all__ = [
-    "GatheredFileSource",
-    "GatheredSource",
-    "OpenedSource",
-    "damaged",
-    "list_folder",
-    "open_source",
-    "read_gathered",
-    "read_header",
-    "read_source_file",
-    "real_path",
-    "stat_source",
-    "supplier_of",
-    "suppliers_of",
-    "tensors_in",
-    "truncated",
-    "untrusted",
-]

@@ -12,23 +12,3 @@ from layerstore.staging.stage import (
     crc32_of,
 )
 from layerstore.staging.version import coding_losses, join_version, layer_part, stage_version
-
-__all__ = [
-    "NONE_COMPACT",
-    "Checksums",
-    "Compact",
-    "CompactLayers",
-    "Content",
-    "KeptFile",
-    "Reader",
-    "SourceReader",
-    "Staging",
-    "Witness",
-    "can_refer",
-    "coding_losses",
-    "crc32_of",
-    "join_version",
-    "layer_part",
-    "referable",
-    "stage_version",
-]

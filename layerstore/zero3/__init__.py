@@ -23,36 +23,3 @@ from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer, refu
 from layerstore.zero3.rank_files import RankSource, rank_source
 from layerstore.zero3.read import Checkpoint, LayerSource, ObjectSource, Share, SliceSource, read_checkpoint, share_of
 from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
-
-__all__ = [
-    "Checkpoint",
-    "FoundCheckpoint",
-    "FoundTag",
-    "LayerSource",
-    "ObjectSource",
-    "Pointer",
-    "RankSource",
-    "Share",
-    "SliceSource",
-    "Survey",
-    "beside_shards",
-    "check_unchanged",
-    "checked_step",
-    "checkpoints_below",
-    "discover",
-    "distributed_at",
-    "flavour_of",
-    "holds_zero",
-    "linked",
-    "pointer_bytes",
-    "rank_source",
-    "read_checkpoint",
-    "read_latest",
-    "read_pointer",
-    "refuse_file_per_rank",
-    "refuse_pointer",
-    "several_distributed",
-    "share_of",
-    "stamp_of",
-    "step_of_trainer",
-]

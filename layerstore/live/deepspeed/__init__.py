@@ -7,11 +7,3 @@ Only ``engine.py`` uses DeepSpeed's names.
 from layerstore.live.deepspeed.attachable import AttachableEngine, EngineLoad
 from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine
 from layerstore.live.deepspeed.engine import engine_of, engines_are_made_with
-
-__all__ = [
-    "AttachableEngine",
-    "EngineLoad",
-    "StoreCheckpointEngine",
-    "engine_of",
-    "engines_are_made_with",
-]

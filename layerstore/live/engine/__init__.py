@@ -9,22 +9,3 @@ from layerstore.live.engine.engine import FOLDER, Captured, Engine
 from layerstore.live.engine.inert import Memory, NotPlain, check_client_state, inert, place_of
 from layerstore.live.engine.randomness import random_state, read_random_state, set_random_state
 from layerstore.live.engine.revive import Maker, bytes_of, empty, revive, revive_kept
-
-__all__ = [
-    "FOLDER",
-    "Captured",
-    "Engine",
-    "Maker",
-    "Memory",
-    "NotPlain",
-    "bytes_of",
-    "check_client_state",
-    "empty",
-    "inert",
-    "place_of",
-    "random_state",
-    "read_random_state",
-    "revive",
-    "revive_kept",
-    "set_random_state",
-]

@@ -6,5 +6,3 @@ Their commits have the format of ``torch.distributed.checkpoint``, with the keys
 
 from layerstore.live.module.attachable import AttachableModule
 from layerstore.live.module.load import ModuleLoad
-
-__all__ = ["AttachableModule", "ModuleLoad"]

@@ -17,24 +17,3 @@ from layerstore.live.ranks.exchange import (
 from layerstore.live.ranks.group_parts import GroupParts
 from layerstore.live.ranks.opening import log_nothing_yet, make_together, open_together, runs_here, store_if_there
 from layerstore.live.ranks.own_versions import OwnVersions, own_versions, versions_to_load
-
-__all__ = [
-    "SAVES_MAX",
-    "AttemptLock",
-    "Exchange",
-    "GroupParts",
-    "OwnVersions",
-    "RankReport",
-    "agree_on_save",
-    "agreed_layers",
-    "exchange_reports",
-    "log_nothing_yet",
-    "make_together",
-    "open_session",
-    "open_together",
-    "own_versions",
-    "place_resumed",
-    "runs_here",
-    "store_if_there",
-    "versions_to_load",
-]

@@ -9,5 +9,3 @@ from layerstore.live.saver.options import SaverKeywords, SaverOptions, SmallBuff
 from layerstore.live.saver.results import Saved, Status
 from layerstore.live.saver.saver import Saver
 from layerstore.live.saver.sending import forget_record
-
-__all__ = ["Near", "Saved", "Saver", "SaverKeywords", "SaverOptions", "SmallBuffer", "Status", "forget_record"]

@@ -15,17 +15,6 @@ from layerstore.policy.recipe.plan import Choice, ModelOutline, RecipePlan
 
 Recipe = OwnRecipe | LLMTailorRecipe
 
-__all__ = [
-    "Choice",
-    "ModelOutline",
-    "Recipe",
-    "RecipePlan",
-    "Spot",
-    "parse_recipe",
-    "pattern_of",
-    "read_text",
-]
-
 _HINT = "begin with base: and layers:, or with LLMTailor's slices:"
 
 

@@ -9,8 +9,3 @@ from layerstore.zero3.pt.allowlist import INERT, MEMORY_FORMAT, VALUES
 from layerstore.zero3.pt.ptread import PtFile, read_pt, read_section
 from layerstore.zero3.pt.ptwrite import PtLayout, WrittenPickles, layout_pt, write_pickle
 from layerstore.zero3.pt.unpickle import OF_DCP_METADATA, Pickles, read_pickle
-
-__all__ = [
-    "INERT", "MEMORY_FORMAT", "OF_DCP_METADATA", "VALUES", "Pickles", "PtFile", "PtLayout", "WrittenPickles",
-    "layout_pt", "read_pickle", "read_pt", "read_section", "write_pickle",
-]  # fmt: skip
