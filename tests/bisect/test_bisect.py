@@ -132,7 +132,7 @@ def test_saves_that_are_not_one_history_are_refused(
     ("always", "says", "asked"),
     [
         ("bad", "sft@1 is said to be good, and the command says bad", ["sft@1"]),
-        ("good", "sft@8 is said to be bad", ["sft@1", "sft@5", "sft@7", "sft@8"]),
+        ("good", "sft@8 is said to be bad, and the command says good", ["sft@1", "sft@5", "sft@7", "sft@8"]),
     ],
 )
 def test_a_good_that_is_bad_is_told(

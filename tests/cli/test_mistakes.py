@@ -26,6 +26,7 @@ class Mistake:
 
 
 MODEL = "--params 8B --layers 32"
+FORMATS = "'shards', 'zero3', 'hf', 'dcp', 'universal', 'delta'"
 DTYPES = "--dtype: 'int8' is not one of 'bf16', 'fp16', 'fp32'"
 PRECISIONS = "--precision: '{}' is not one of 'exact', 'moments8', 'delta8', 'delta4'"
 DELTAS = "did you mean delta8 or delta4? layerstore ingest --help"
@@ -173,7 +174,7 @@ MISTAKES = [
     Mistake("ingest SOURCE --exact-every 10", 2, "exact_every has no effect without a precision", "such as delta8"),
     Mistake("compose --dtype bf16 -o model", 2, "format shards has no option dtype", "of hf, delta"),
     Mistake("compose --max-shard-size 1GB -o model", 2, "format shards has no option max_shard_size", "of hf"),
-    Mistake("compose --format gguf -o model", 2, "--format: 'gguf' is not one of 'shards', 'zero3', 'hf'", "--help"),
+    Mistake("compose --format gguf -o model", 2, f"--format: 'gguf' is not one of {FORMATS}", "--help"),
     Mistake("compose --format hf --dtype int8 -o model", 2, DTYPES, "layerstore compose --help"),
     Mistake("compose --format hf --max-shard-size big -o model", 2, "'big' is not a size", "5GB"),
     Mistake("compose --format hf --max-shard-size 0 -o model", 2, "a size needs at least one byte", "5GB"),

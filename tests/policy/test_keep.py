@@ -118,7 +118,7 @@ def test_what_does_not_name_the_best(text: str) -> None:
         Keep(best=text)
 
 
-@pytest.mark.parametrize("text", ["", "14", "d", "-1d", "1y", "9999999999999w"])
+@pytest.mark.parametrize("text", ["", "14", "d", "-1d", "1y", "2 weeks", "9999999999999w"])
 def test_what_is_no_duration(text: str) -> None:
     """One line says what is."""
     with pytest.raises(InvalidInput, match="is not a duration"):

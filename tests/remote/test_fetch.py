@@ -400,7 +400,7 @@ def test_what_is_damaged_here_comes_from_a_remote(pinned: Store) -> None:
 
 @pytest.mark.parametrize("folder", ["objects", "commits", "pins"])
 def test_what_is_lost_there_is_put_back(pinned: Store, bucket: Bucket, folder: str) -> None:
-    """An object, a blob with all that it names, a pin; a record that is gone is simply pinned."""
+    """An object, a blob with all that it names, a pin; a record that is gone is simply pushed."""
     before = {each.name: each.size_bytes for each in bucket.listed(folder)}
     bucket.remove(list(before))
     if folder == "objects":

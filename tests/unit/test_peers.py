@@ -1,6 +1,5 @@
 """The benchmark of other tools: what its rows say, the page, the recipe for LLMTailor, and one tiny run of it all."""
 
-import shutil
 import subprocess
 import sys
 import time
@@ -11,8 +10,10 @@ import pytest
 from tests.bench.measure import FamilyPeak
 from tests.bench.peers import run as peers
 from tests.bench.peers.compose import parity_recipe
+from tests.bench.peers.page import BEGIN
 from tests.bench.peers.systems import IMPOSSIBLE, SYSTEMS
-from tests.bench.peers.table import BASE, Findings, tables
+from tests.bench.peers.table import BASE, Findings, lines, tables
+from tests.bench.report import filled
 from tests.bench.rows import Rows
 from tests.bench.shapes import ModelShape, group_parameters
 from tests.policy.recipes import llama, plan, steps
@@ -22,13 +23,25 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def test_the_page_and_its_pictures_are_those_of_the_committed_rows(tmp_path: Path) -> None:
     """Nobody has changed one without the others, by hand or by changing what writes them."""
-    shutil.copy(DOCS / "benchmarks.md", tmp_path)
+    page = (DOCS / "benchmarks.md").read_text()
+    (tmp_path / "benchmarks.md").write_text(filled(page, ["an older table"], begin=BEGIN))
 
     peers.write_page(docs=tmp_path)
 
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")}
     assert len(written) == 3
     assert {name for name in written if (DOCS / name).read_bytes() != (tmp_path / name).read_bytes()} == set()
+
+
+def test_rows_of_an_earlier_run_do_not_count() -> None:
+    """A file of rows grows with every run, and the report is of the last."""
+    rows = Rows(peers.COMMITTED).find()
+    earlier = [{**row, "blocked": 2 * row["blocked"]} for row in rows if row["kind"] == "save"]
+
+    report = list(lines(Findings(rows)))
+
+    assert report == list(lines(Findings([rows[0], *earlier, *rows])))
+    assert report != list(lines(Findings([*rows, *earlier])))
 
 
 def test_a_system_that_cannot_load_has_its_line() -> None:

@@ -1,7 +1,6 @@
 """The parts of the quality benchmark that need no training: texts, tokens, rows, intervals, the table."""
 
 import math
-import shutil
 import tomllib
 from dataclasses import replace
 from importlib.metadata import version
@@ -12,13 +11,15 @@ import pytest
 
 import layerstore
 from layerstore.policy import Drift, Filter, Parity, Policy
-from tests.bench.quality import corpus, run, table, tokenizer, trial
+from tests.bench.quality import corpus, precision_trial, real_model, run, table, tokenizer, trial
 from tests.bench.quality.arms import FULL, NOISE, RARE, SELDOM, DriftByBudget, arms
 from tests.bench.quality.data import texts_of
-from tests.bench.quality.intervals import interval
+from tests.bench.quality.intervals import Interval, interval
 from tests.bench.quality.job import movements
+from tests.bench.quality.page import BEGIN
 from tests.bench.quality.settings import REAL, TINY
-from tests.bench.rows import Rows
+from tests.bench.report import filled
+from tests.bench.rows import Row, Rows
 from tests.generated import generate
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -262,10 +263,33 @@ def test_every_arm_has_a_name_of_its_own() -> None:
 
 def test_the_page_and_its_pictures_are_those_of_the_committed_rows(tmp_path: Path) -> None:
     """Nobody has changed one without the others, by hand or by changing what writes them."""
-    shutil.copy(DOCS / "evidence.md", tmp_path)
+    page = (DOCS / "evidence.md").read_text()
+    (tmp_path / "evidence.md").write_text(filled(page, ["an older table"], begin=BEGIN))
 
     run.write_page(REAL, rows=run.COMMITTED, docs=tmp_path)
 
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")}
     assert len(written) == 6
     assert {name for name in written if (DOCS / name).read_bytes() != (tmp_path / name).read_bytes()} == set()
+
+
+def test_what_no_committed_row_shows_is_said_too() -> None:
+    """Compact saves that are too large, a gain, and a single seed, of which nothing is certain."""
+    rows = [row for path in run.COMMITTED.glob("*-0.jsonl") for row in Rows(path).find() if row["kind"] != "mean"]
+    by_drift = f"drift, 1/{REAL.fewer}"
+
+    def changed(row: Row) -> Row:
+        if row["kind"] == "save" and row["arm"] == "delta4":
+            return {**row, "bytes": 10 * row["bytes"]}
+        return {**row, "loss": 0.0} if row["kind"] == "resume" and row["arm"] == by_drift else row
+
+    text = "\n".join(table.lines(REAL, [changed(row) for row in rows]))
+
+    assert "MISSED" in text
+    assert "MISSED" not in "\n".join(table.lines(REAL, rows))
+    assert f"{by_drift} is not told apart from full saves" in text
+    assert Interval(mean=-0.03, half_width=0.01).verdict(0.01) == "outside"
+    assert Interval(mean=-0.004, half_width=0.003).verdict(0.01) == "within"
+    others = [{**row, "seed": seed} for row in rows for seed in (0, 1, 2)]
+    assert f"{by_drift} beats full saves" in "\n".join(table.lines(REAL, [changed(row) for row in others]))
+    assert real_model.table(rows) is precision_trial.table(rows) is None
