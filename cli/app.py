@@ -73,7 +73,7 @@ class Commands(TyperGroup):
             for param in command.params:
                 param.shell_complete = partial(choices, param)  # type: ignore[method-assign]
                 if isinstance(param, TyperArgument):
-                    # The name says enough; typer would add the Python type: list[Path].
+                    # Show the argument's name alone; typer would add the Python type: list[Path].
                     param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
             command.params += [param for param in self.params if param.name == "quiet"]
             self.commands[name] = command
@@ -90,14 +90,14 @@ class Commands(TyperGroup):
         return [*items(names), *super(TyperGroup, self).shell_complete(ctx, incomplete)]
 
 
-# Without rich's markup, help and usage errors are plain text; not importing rich takes a third of the time.
+# Help and usage errors are plain text, without rich's markup: importing rich would take three times as long.
 app = typer.Typer(
     name="layerstore",
     cls=Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,  # typer's would guess the shell, and offer to edit its settings
-    suggest_commands=False,  # the hint does that
+    suggest_commands=False,  # our hint suggests commands
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -124,7 +124,7 @@ _OUT_OF_MEMORY = Failure(
 )
 
 
-# Address space reserved for printing that message: a process out of memory may lack room for even a few lines.
+# Address space reserved for printing `_OUT_OF_MEMORY`: a process out of memory may lack room for a few lines.
 _room = [bytearray(4 * MIB)]
 
 
@@ -201,7 +201,7 @@ def layerstore_(
         output.answers = True
     if cache is not None:
         size_in_bytes(cache)  # raises if it is not a size
-        os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # the cache reads its size only from there
+        os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # the cache reads its size only from this variable
     shared = {"store": store, "as_json": as_json}
     # So that --store and --json may come before the command as well as after it.
     context.default_map = {context.invoked_subcommand: shared}
@@ -283,7 +283,7 @@ def _run(words: list[str]) -> Failure | None:
 
 
 def _unexpected(exc: Exception) -> Failure:
-    if _is_out_of_memory(exc):  # checked first: this can also be an OSError, when an import reads a folder
+    if _is_out_of_memory(exc):  # checked first: an import that runs out of memory may raise an OSError
         _show_traceback()
         return _OUT_OF_MEMORY
     if isinstance(exc, OSError):
@@ -349,14 +349,14 @@ def _occupy_standard_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this descriptor's
 
 
 def _tolerate_any_text() -> None:
     """Escape invalid Unicode and whatever the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # the stream is closed, or was replaced by a simpler object
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # other objects are suppressed
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # or AttributeError, see above
 
 
 @contextlib.contextmanager

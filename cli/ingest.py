@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from layerstore.zero3 import FoundTag
 
     Checkpoint = tuple[Path, str | None]
-    """A folder, and a tag in it; without a tag, the folder's file `latest` contains it."""
+    """A folder and a tag in it; None stands for the tag that the folder's file `latest` contains."""
 
 ABOUT = About("Save", store="anywhere", elsewhere=("add", "commit", "import", "save"))
 
@@ -188,11 +188,11 @@ def _take(
         with shown_progress(as_json=as_json) as progress:
             try:
                 ingested = save(folder, tag=tag, progress=progress)
-            except Overtaken:  # a collection removed what this save reuses: write that again
+            except Overtaken:  # a collection removed something that this save would reuse: save again, writing it
                 ingested = save(folder, tag=tag, progress=progress)
     except LayerstoreError as exc:
         problem = exc
-        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # explains any other error
+        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # its removal caused *exc*
             problem = SourceCheckpoint(
                 f"{path} was removed while it was read; nothing of it was saved",
                 hint="if the job's own rotation did it, ingest sooner, or let the job keep more",

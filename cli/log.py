@@ -194,7 +194,7 @@ def _print_lines(
     of_entry[Column("COMMIT", drops=1)] = lambda entry: short_id(entry.commit)
     of_entry[Column("SAVED", drops=2)] = lambda entry: age(entry.time_ns)
     of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
-    # In capitals, two metrics could be equal. A space keeps an all-capitals one distinct from other columns.
+    # Metric names keep their case, as capitals could make two equal; a space tells a name in capitals from a column's.
     of_entry |= {Column(f"{name} " if name.isupper() else name, "right"): partial(_metric, name) for name in metrics}
 
     def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":

@@ -27,7 +27,7 @@ LINE_SECONDS = 30.0
 _DRAW_SECONDS = 0.2
 _BAR_WIDTH_MIN, _BAR_WIDTH_MAX = 10, 20
 _STEP = "…"
-"""The name of a phase of which nothing but its seconds is known."""
+"""The name of a phase of which only the elapsed seconds are known."""
 _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 

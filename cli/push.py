@@ -110,7 +110,7 @@ def remote_and_references(store: "Store", words: list[str], *, from_here: bool) 
 def print_transferred(
     done: "Pushed | Pulled", refs: list[str] | None, *, as_json: bool, verb: str, size_bytes: int, is_all: bool = True
 ) -> None:
-    """Print what a push or a pull of *refs* has *done*; *is_all* if it skipped no commit dropped here."""
+    """Print what a push or a pull of *refs* has *done*; *is_all* unless it skipped commits in this store's trash."""
     if as_json:
         print_json(json_fields(done))
         return

@@ -41,7 +41,7 @@ _WORD_WIDTH_MIN = 20
 # Verdicts: green is fine, yellow is worth a look, red is removed or wrong. The colour only repeats the word.
 _COLOURS = {"keep": 32, "ok": 32, "trim": 33, "note": 33, "remove": 31, "problem": 31}
 
-# In a narrower terminal, prose is folded to this width.
+# Prose is folded to the terminal's width, but never to less than this.
 _PROSE_WIDTH_MIN = 20
 
 # Control characters, bidirectional overrides, lone surrogates, line and paragraph separators.
@@ -60,7 +60,7 @@ class Column:
     folds: bool = False
     """Whether the column's cells may wrap between words if the terminal is narrow."""
     drops: int = 0
-    """In a narrow terminal the column with the highest number is left out first; a column with 0 never is."""
+    """In a narrow terminal, columns with the highest number are left out first; a column with 0 is always shown."""
 
 
 def shown(text: object) -> str:
@@ -135,7 +135,7 @@ class Output:
     has_line: bool = False
     """Whether a progress line is on the terminal."""
     store: str | None = None
-    """The store given on the command line, if any, which suggested commands then name."""
+    """The store given on the command line, if any; suggested commands then get the same ``--store``."""
 
 
 output = Output()

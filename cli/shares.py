@@ -90,9 +90,9 @@ def launched() -> tuple[int, int] | None:
     """
     Return this process's number among those that a launcher started, and their count; None if it is alone.
 
-    Any process that a training rank or a shell starts inherits the launcher's variables. So they count only if the
-    parent is the launcher, or if ``LAYERSTORE_SHARES`` is 1: the process belongs to the job. If it is 0, they never
-    count.
+    Any process that a training rank or a shell starts inherits the launcher's variables. So these variables count only
+    if the launcher is the parent of this process, or if ``LAYERSTORE_SHARES`` is 1, which states that the process
+    belongs to the job. If ``LAYERSTORE_SHARES`` is 0, they never count.
     """
     setting = os.environ.get("LAYERSTORE_SHARES", "")
     if setting == "0" or not (setting or _is_launcher(os.getppid())):

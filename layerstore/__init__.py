@@ -19,7 +19,7 @@ from layerstore.errors import (
     Unsupported,
 )
 
-TYPE_CHECKING = False  # type checkers know the name, and importing typing takes longer than all other imports here
+TYPE_CHECKING = False  # type checkers know this name; importing it from typing would take longer than all else here
 if TYPE_CHECKING:
     from layerstore.arrays import Tensors
     from layerstore.assemble import Exported, ExportPlan
@@ -120,7 +120,7 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-# Loaded on first use, so that ``layerstore --help`` waits neither for lmdb (for the store) nor for numpy (for arrays).
+# Loaded on first use, so that ``layerstore --help`` does not wait for lmdb, which the store imports, or for numpy.
 _ROOMS = {
     "arrays": "Tensors",
     "assemble": "ExportPlan Exported",

@@ -38,7 +38,7 @@ _HINTS = {
     "saves": 'as text: "last:10", "sft@800,sft@900:2"',
     "keep": "say layerstore.Keep(last=3), or None to keep all",
 }
-"""The hint for the usual mistake with a parameter."""
+"""By parameter name, the hint for the usual mistake with that parameter."""
 
 
 def checked(public: Public) -> Public:
@@ -53,7 +53,7 @@ def checked(public: Public) -> Public:
 
 
 def named_fields(cls: type[Fields]) -> type[Fields]:
-    """Make unknown fields of the dataclass raise InvalidInput; the class itself must check the values of its fields."""
+    """Make the dataclass *cls* raise InvalidInput for unknown fields; it must check the values of its fields itself."""
     make = cls.__init__
 
     @wraps(make)
@@ -91,7 +91,7 @@ def check_arguments(function: Any, *positional: object, **named: object) -> None
         for value in bound[name] if is_many else (bound[name],):
             if not _fits(value, kinds[name]):
                 raise _misfit(_callee(function), name, value, kinds[name])
-    if "keep" not in accepted.parameters:  # a saver takes *keep*, and its save() may still set a precision
+    if "keep" not in accepted.parameters:  # what makes a saver takes *keep*, and save() may still set a precision
         check_effect(bound)
 
 
@@ -137,14 +137,14 @@ def _signature_and_kinds(function: Any) -> tuple[Signature, dict[str, Any]]:
 
 
 class _Names(dict[str, Any]):
-    """The names in annotations. A type imported only for type checkers accepts any value; its package checks that."""
+    """The names in annotations; a type imported only for type checkers accepts any value, which its package checks."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, object)
 
 
 def _kinds(function: Any) -> dict[str, Any]:
-    """Return the type of each parameter of *function*, but not of its result, which may be slow to import."""
+    """Return the type of each parameter of *function*, but not its return type, which may be slow to import."""
     parameters = signature(function).parameters.values()
     named = [
         parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
@@ -161,7 +161,7 @@ def _fits(value: object, kind: Any, *, in_words: bool = False) -> bool:
     if origin in {Union, UnionType}:
         return any(_fits(value, option, in_words=in_words) for option in within)
     if origin is Literal:
-        # An argument's word is checked by the package that knows the choices, whose error lists them.
+        # For an argument, any word is accepted: the package that knows the choices checks it, and its error lists them.
         return type(value) in set(map(type, within)) and (not in_words or value in within)
     if origin is Iterable:
         is_list = isinstance(value, Iterable) and not isinstance(value, str)

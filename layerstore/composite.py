@@ -70,7 +70,7 @@ class Composite:
         return f"<Composite {self.run}@{self.step}: policy {self.policy}, {older}, world size {self.world_size}>"
 
     def to_pandas(self) -> "DataFrame":
-        """Return a data frame with each layer's save and age, one row a layer; raises Unsupported without pandas."""
+        """Return a data frame with each layer's save and age, one row per layer; raises Unsupported without pandas."""
         return data_frame(map(json_fields, self.staleness.layers))
 
     @property
@@ -153,7 +153,7 @@ class Composite:
 
     @property
     def inexact(self) -> str | None:
-        """A sentence on what was not kept bit for bit and on the newest save that was; None if every layer was."""
+        """A sentence on what was not kept bit for bit, and on the newest exact save; None if every layer is exact."""
         return self._composition.inexact(self._repo)
 
     @property
@@ -163,7 +163,7 @@ class Composite:
 
     @property
     def recipe_notes(self) -> tuple[str, ...]:
-        """The recipe's omissions and settings without effect; layers older than requested, or replaced as damaged."""
+        """What the recipe omits or sets without effect, layers older than requested, and damaged layers replaced."""
         return self._composition.notes
 
     def summary(self) -> dict[str, object]:
@@ -225,8 +225,8 @@ class Composite:
         They have the ZeRO stage that the base was saved under or, with *as_zero3*, stage 3. They are for *world_size*
         ranks, by default as many as saved the base; the result's ``notes`` list what does not carry over to another
         number of ranks. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``, each layer's
-        own, if a param group per layer allows that. With *moments* ``fresh``, the optimizer starts over: its moments
-        are zero and its counters 0.
+        own, which is possible if each layer has its own param group. With *moments* ``fresh``, the optimizer starts
+        over: its moments are zero and its counters 0.
         """
         how = Writing(verify=verify, durable=durable, force=force)
         written = self._export(chosen_format("shards", options), out, how, progress)
@@ -252,8 +252,8 @@ class Composite:
           as ``"2GiB"``, limits the tensors per file.
         - ``shards`` and ``zero3``: see `write`.
         - ``dcp``: a PyTorch distributed checkpoint: the fp32 masters as the model, and the optimizer.
-          ``torch.distributed.checkpoint.load`` reads it on any number of ranks, under the names of ``get_state_dict``.
-          *adam_step* is as in `write`.
+          ``torch.distributed.checkpoint.load`` reads it on any number of ranks; the keys are those that
+          ``get_state_dict`` returns. *adam_step* is as in `write`.
         - ``universal``: DeepSpeed's Universal Checkpoint, which it loads on any number of ranks with
           ``"checkpoint": {"load_universal": true}``.
         - ``delta``: what changed in the weights *since* a commit, for a server that holds that commit's export in
@@ -268,7 +268,7 @@ class Composite:
         return self._export(chosen_format(format, options), out, how, progress)
 
     def _export(self, into: Format, out: StrPath, how: Writing, progress: Progress | None) -> Exported:
-        # An export would mistake a delta for an older export, by the name of its index.
+        # A delta's index has the same file name as an export's: an export would take the delta for an older export.
         if into.name != "delta" and os.path.lexists(out) and is_delta(Path(out)):
             raise AlreadyExists(f"{out} is a delta, which only another delta replaces", hint="choose another -o")
         with naming_damage(self._repo, self._composition):
@@ -276,7 +276,7 @@ class Composite:
 
     def tensors(self, kind: TensorKind = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
         """
-        Return the tensors of one *kind* as read-only arrays by name, mapped from the objects where they are contiguous.
+        Return the tensors of one *kind* by name, as read-only arrays; those contiguous in an object are mapped from it.
 
         *kind* is ``master``, ``optimizer``, ``weights`` or ``buffers``; ``weights`` has only weights that cannot be
         derived from their master. *state* is an optimizer state, such as ``exp_avg``; without it, all states are

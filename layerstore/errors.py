@@ -115,7 +115,7 @@ class StorageIO(LayerstoreError, OSError):
             self.exit_code, self.kind = 23, "no_space"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # OSError keeps these two outside of __dict__.
+        # OSError keeps errno and filename outside of __dict__.
         return _unpickled, (type(self), self.args, {**self.__dict__, "errno": self.errno, "filename": self.filename})
 
 

@@ -81,7 +81,7 @@ _AUTOMATIC_PARENT, _AUTOMATIC = "checkpoints", re.compile(r"checkpoint_\d+")
 
 
 def folder_kind(names: Iterable[str]) -> str | None:
-    """Return the kind of checkpoint, such as ``ZeRO-3``, from the *names* in a folder; None if it holds none."""
+    """Return the kind of checkpoint, such as ``ZeRO-3``, from the *names* in a folder; None without a checkpoint."""
     names = list(names)
     shards = {match["what"] for name in names if (match := SHARD.fullmatch(name))}
     foreign = next((kind for name in names for pattern, kind in _FOREIGN if pattern.fullmatch(name)), None)

@@ -2,7 +2,7 @@
 The framing of objects and exported weights: safetensors files whose every byte is determined here.
 
 The header is padded with spaces so that the payload starts on a page. In an object, slices that fill whole pages come
-first, then the rest, each group sorted by key, so whole-page slices stay page-aligned whatever else is in the file.
+first, so that they are page-aligned whatever else is in the file; the others follow. Both groups are sorted by key.
 Nothing that could vary between equal contents is included.
 """
 
@@ -34,7 +34,7 @@ class Frame:
     """Size of the whole file."""
 
 
-# All ranks of a save have the same few hundred lists of slices: each is sorted and laid out once.
+# All ranks of a save have the same few hundred lists of slices, so each list is sorted and laid out only once.
 _ALIKE_MAX = 1024
 _Facts = tuple[tuple[str, str, str, int], ...]
 _facts = attrgetter("name", "state", "dtype", "elements")
@@ -68,7 +68,7 @@ def _frame_of(tensors: _Facts) -> Frame:
 
 def coded_frame(tensors: Iterable[StoredTensor], *, reference: str) -> tuple[Frame, list[int]]:
     """
-    Lay out an object of *tensors* in their given order, each as the parts of its coding, one part after the other.
+    Lay out an object of *tensors* in their given order; each consists of the parts of its coding, one after another.
 
     Return the layout of all parts, and the number of the first part of each tensor. The id of the *reference* is
     written to the file, so equal differences from different references make different objects.

@@ -35,7 +35,7 @@ def object_id(data: Bytes) -> ObjectId:
 
 
 crc32 = isal_zlib.crc32
-"""The zip checksum of bytes, continued from an optional second argument; an alias saves one call for each slice."""
+"""The zip checksum of bytes; an optional second argument is the checksum of the bytes before. An alias, for speed."""
 
 
 def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:

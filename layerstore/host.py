@@ -25,7 +25,7 @@ NEEDS = {
 @cache
 def check_host() -> None:
     """
-    Make sure that stores can be read and written here.
+    Make sure that stores can be read and written on this machine.
 
     Raises:
         Unsupported: The machine is big-endian, or a library has a version that is not known to work.

@@ -257,7 +257,7 @@ def check_name(name: str, *, what: str) -> str:
     return name
 
 
-@lru_cache(maxsize=1 << 10)  # each layer of a commit names its run
+@lru_cache(maxsize=1 << 10)  # a commit has a run's name for each layer
 def is_name(name: str) -> bool:
     """Whether *name* may name a run or a pin."""
     return _name_problem(name) is None

@@ -17,10 +17,10 @@ SOURCE_CHUNK_BYTES = 2 * MIB
 # Objects up to this size are read, hashed and written as one piece of memory: a thousand ranks have a million of them.
 SMALL_OBJECT_BYTES = 4 * MIB
 
-# Tensors that no rank has cut are cut into slices of at most this size: an object is made and read as a whole.
+# A tensor that no rank has cut is cut into slices of at most this size, because an object is made and read whole.
 SLICED_BYTES = 1 * GIB
 
-# For larger writes the kernel uses larger folios, and finding free memory for those can cost five times the write.
+# For larger writes, the kernel uses larger folios; finding free memory for them can cost five times what writing does.
 WRITE_BYTES = 64 * KIB
 
 # The size of writes that bypass the page cache: whole pages, and enough for a disk's full speed.
@@ -148,9 +148,9 @@ NOT_LATE_SECONDS = 60.0
 # Threads that read, hash and write objects; more would only compete for the disk.
 WORKERS_MAX = 4
 
-# The age at which an unnamed object is collected; until then, a writer may still name it. A writer refreshes the times
-# of everything that its record names just before it writes the record: moments pass in between, not minutes. Listings
-# on network filesystems may be a minute late.
+# The age at which an object that nothing refers to is collected; until then, a writer may still refer to it. A writer
+# refreshes the times of everything that its record refers to just before it writes the record: moments pass in between,
+# not minutes. Listings on network filesystems may be a minute late.
 GC_GRACE_SECONDS = 5 * 60.0
 # A file in tmp/ may be written for hours before it is linked, and a rank may wait hours for the others.
 GC_UNFINISHED_GRACE_SECONDS = 24 * 3600.0
@@ -175,9 +175,11 @@ REMOTE_UPLOAD_SECONDS = 1800.0
 # Tries of a request, and the pause before the second try; each further pause is twice as long, 15 s in total.
 REMOTE_TRIES = 6
 REMOTE_PAUSE_SECONDS = 0.5
-# A collection of a remote removes objects that have been unnamed for this long; a push rewrites objects half this old.
+# A collection of a remote removes objects of at least this age once every commit that needs them has been in the trash
+# for this long; a push rewrites those that it needs once they are half this old.
 REMOTE_GRACE_SECONDS = 24 * 3600.0
-# A collection removes from a listing no older than this; a concurrent push waits twice as long, then checks again.
+# A collection of a remote lists and removes objects within this time; a concurrent push waits twice as long, then
+# checks that its objects still exist.
 REMOTE_MOMENT_SECONDS = 10.0
 # How often a push that follows a run checks for new commits.
 FOLLOW_SECONDS = 5.0

@@ -22,8 +22,8 @@ StrPath = str | os.PathLike[str]
 # Marks a field that holds a tree: it is kept in the encoding of format/treecodec.py.
 AS_TREE = {"tree": True}
 
-# The first marks a text that becomes a file's name, the second one that becomes a path below a checkpoint; readers
-# check both.
+# AS_NAME marks a text that becomes a file's name, AS_PATH a text that becomes a path below a checkpoint. Readers check
+# both kinds of text.
 AS_NAME = {"check": "name"}
 AS_PATH = {"check": "path"}
 
@@ -34,7 +34,7 @@ ObjectId = NewType("ObjectId", str)
 """xxh3_128 of an object's bytes, as 32 lower-case hex digits."""
 
 CommitId = NewType("CommitId", str)
-"""xxh3_128 of a record's body, likewise."""
+"""xxh3_128 of a record's body, in the same form."""
 
 
 class Kind(StrEnum):
@@ -44,7 +44,7 @@ class Kind(StrEnum):
     """Weights that cannot be derived from the master: frozen ones, and any that differ from its rounding."""
     MASTER = "master"
     OPTIMIZER = "optimizer"
-    """Every sliced state of the optimizer."""
+    """Every optimizer state that is cut into slices like the parameters."""
     BUFFERS = "buffers"
 
 
@@ -86,7 +86,7 @@ class StoredTensor(Slice):
     coding: str = field(default="", metadata=OMITTED)
     """How the slice is coded in fewer bytes (`layerstore.coding`); empty if its bytes are kept as they are."""
     box: tuple[int, ...] = field(default=(), metadata=OMITTED)
-    """For a slice that is a box of its tensor, not a run of elements: first index by dimension, then all extents."""
+    """If the slice is a box of its tensor, not a run: its first index in each dimension, then its extent in each."""
 
 
 _coding_of = attrgetter("coding")
@@ -108,7 +108,7 @@ class StoredObject:
     chunks: bytes
     """xxh3_64, 8 bytes big-endian each, of every 16 MiB of the file."""
     reference: str = field(default="", metadata=OMITTED)
-    """The id of the object whose tensors its differences add to; empty if it holds no differences."""
+    """The id of the object whose tensors the differences in this one are added to; empty if it holds no differences."""
 
     @property
     def ref(self) -> "BlobRef":
@@ -173,7 +173,7 @@ class LayerVersion:
     ``boxes`` is how tensor parallelism splits: some slices are boxes.
     """
     references: tuple[StoredObject, ...] = field(default=(), metadata=OMITTED)
-    """Objects of older versions that this version's differences refer to, by shard: what keeps it keeps them too."""
+    """Objects of older versions that this version's differences refer to, by shard; kept as long as the version."""
 
     @property
     def named(self) -> tuple[StoredObject, ...]:
@@ -322,7 +322,7 @@ class CommitRecord:
     supersedes: tuple[CommitId, ...]
     """Commits of the same run that this one replaces."""
     precision: str = field(default="exact", metadata=OMITTED)
-    """The precision requested for the layers saved here, some of which may be exact anyway; ``exact`` if all are."""
+    """The precision requested for the layers that this commit saved; some may be exact anyway. ``exact`` if all are."""
     flags: tuple[str, ...] = ()
     """Features that a reader must know; see the format page."""
     notes: tuple[str, ...] = ()
@@ -345,7 +345,7 @@ class CommitRecord:
 
     @property
     def kept_precision(self) -> str:
-        """The precision of its layers: ``exact``, the save's own, or ``mixed`` if only inherited layers are compact."""
+        """The precision of all layers: ``exact``, the save's own, or ``mixed`` if only inherited layers are compact."""
         if self.is_exact:
             return "exact"
         return "mixed" if self.precision == "exact" else self.precision

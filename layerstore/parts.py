@@ -1,4 +1,4 @@
-"""A rank's share of a save, which it leaves for the committing rank to join with the parts of all other ranks."""
+"""A rank's share of a save. The rank leaves it in the store; the committing rank joins the parts of all ranks."""
 
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ class Part:
     """
     One rank's contribution to an incomplete commit, all of it durable in the store.
 
-    If the part has no state, the rank has failed, *failure* says why, and the commit is given up.
+    If the part has no state, the rank has failed: *failure* is the reason, and the commit is given up.
     """
 
     session: str

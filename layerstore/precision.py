@@ -1,5 +1,5 @@
 """
-Precision: how finely a save keeps its layers. The policy decides which layers it keeps.
+Precision: how finely a save keeps its layers. Which layers a save keeps is decided by the policy.
 
 An exact save is bit for bit what the trainer had. Between exact saves, a compact save keeps every layer in fewer bytes:
 Adam's moments in 8 or 4 bits, masters as differences to an exact version. A compact save never refers to another
@@ -84,14 +84,14 @@ PRECISIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyframes:
-    """The precision of a series of saves, and how often a layer is kept exactly in between."""
+    """The precision of a series of saves, and how often a version of a layer is kept exactly instead."""
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["exact"])
     every: int | None = EXACT_EVERY
     """Every Nth version of a layer is exact; None: only the first is."""
 
     def is_exact(self, before: int | None) -> bool:
-        """Whether a layer's next version is exact after *before* consecutive compact ones; None: it has no version."""
+        """Whether a layer's next version is exact after *before* consecutive compact ones; None if it is the first."""
         if self.precision.is_exact or before is None:
             return True
         return self.every is not None and before + 1 >= self.every
@@ -139,5 +139,5 @@ def flagged(flags: Iterable[str], layers: Iterable[LayerEntry]) -> tuple[str, ..
 
 
 def stated(precision: str, layers: Iterable[LayerEntry]) -> str:
-    """Return the precision that a record of *layers* states: ``exact`` if all of them are, whatever was requested."""
+    """Return the precision that a record of *layers* states: ``exact`` if all are exact, whatever was requested."""
     return precision if any(entry.compact for entry in layers) else "exact"

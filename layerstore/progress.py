@@ -1,11 +1,11 @@
-"""The interface by which long verbs report progress; the command line decides what to show."""
+"""The interface by which long operations report progress; the command line decides what to show."""
 
 from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
 class Progress(Protocol):
-    """Receives a verb's progress; called from several threads."""
+    """Receives the progress of an operation; called from several threads."""
 
     def start(self, what: str, total_bytes: int) -> None:
         """Begin the phase *what*, which will move *total_bytes*; a phase such as ``records`` counts records instead."""

@@ -18,7 +18,7 @@ class Setting:
 
     help: str
     metavar: str = ""
-    """Stands for a value in ``--help``; for a Literal, its words do."""
+    """The placeholder for a value in ``--help``; for a Literal, its words by default."""
     read: Callable[[str], object] | None = None
     """Makes a value from text, or raises InvalidInput; needed if the field's type alone is not enough."""
     default: str = ""
@@ -27,7 +27,7 @@ class Setting:
     """What the command line takes: a number, one of a Literal's words, or text."""
 
     def value(self, given: object) -> object:
-        """Return the value of *given* if it is text; text that is not a number is left to the policy's own check."""
+        """Return *given*, converted if it is text; text that is not a number is left for the policy's own check."""
         if not isinstance(given, str):
             return given
         if self.read is not None:

@@ -57,7 +57,7 @@ class Addend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Bytes of an object, or the mean of bytes of several, and their destination."""
+    """Bytes of an object, or the mean of bytes of several objects, and where in the output they go."""
 
     object: BlobRef
     object_offset: int
@@ -156,13 +156,13 @@ class _Row:
 
 
 def _row_of_runs(slices: Iterable[StoredSlice]) -> _Row:
-    """Return slices that follow each other, rank by rank."""
+    """Return the row of *slices* that follow each other in the parameter, rank by rank."""
     ordered = tuple(sorted(slices, key=attrgetter("object.shard")))
     return _Row(ordered, (0,) * len(ordered), tuple(accumulate(map(attrgetter("tensor.elements"), ordered), initial=0)))
 
 
 def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
-    """Return the runs of slices that are boxes of a tensor of *shape*, up to the first run that is missing."""
+    """Return the row of *slices* that are boxes of a tensor of *shape*: its runs of elements, up to the first gap."""
     runs: list[tuple[int, int, int, StoredSlice]] = []
     for part in slices:
         offsets, sizes = part.tensor.box[: len(shape)], part.tensor.box[len(shape) :]
@@ -323,20 +323,20 @@ class Slices:
         averaged = self._means.get(name) if kind is Kind.MASTER else None
         if averaged is None:
             return [(*stretch, ()) for stretch in self.stretches(kind, name, state=state, begin=begin, end=end)]
-        ends = {begin}  # of stretches, which differ between saves from different numbers of ranks
+        ends = {begin}  # where stretches end; this differs between saves from different numbers of ranks
         for source, _ in averaged:
             lengths = (elements for _, _, elements in source.stretches(kind, name, begin=begin, end=end))
             ends |= set(accumulate(lengths, initial=begin))
         made_of: list[tuple[StoredSlice, int, int, Sequence[_Part]]] = []
         for first, last in pairwise(sorted(ends)):
             parts = [(*source.stretches(kind, name, begin=first, end=last)[0], weight) for source, weight in averaged]
-            # The mean of a single save is its bytes, which are copied as they are.
+            # The mean over a single save is that save's bytes, which are copied as they are.
             made_of.append((*parts[0][:3], parts if len(parts) > 1 else ()))
         return made_of
 
     def stretches(self, kind: Kind, name: str, *, state: str = "", begin: int, end: int) -> list[SliceStretch]:
         """
-        Return the slices that hold the elements *begin* to *end* of a parameter, and the position in each.
+        Return the slices that hold the elements *begin* to *end* of a parameter, and which elements of each slice.
 
         Raises:
             LayoutMismatch: The elements are not stored.
@@ -388,12 +388,12 @@ class Slices:
 
 
 def _masters_of(version: LayerVersion) -> LayerVersion:
-    """Return *version* with only its masters: an average of a thousand saves must not need memory for the rest."""
+    """Return *version* with only its masters, so that an average of a thousand saves needs no memory for the rest."""
     return replace(version, objects=tuple(stored for stored in version.objects if stored.kind is Kind.MASTER))
 
 
 def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:
-    """Return *parts* as the addends of a mean; raises LayoutMismatch unless all have one element type, not fp64."""
+    """Return *parts* as the addends of a mean; raises LayoutMismatch if their element types differ, or are fp64."""
     addends = []
     for stored, start, elements, weight in parts:
         piece = stored.piece(0, start=start, elements=elements)

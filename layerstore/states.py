@@ -58,14 +58,14 @@ class SourceFile:
     """A file that is kept byte for byte."""
 
     path: str = field(metadata=AS_PATH)
-    """Below the checkpoint folder, with ``/``."""
+    """Relative to the checkpoint folder, with ``/``."""
     executable: bool
     content: bytes | ObjectContent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeFile:
-    """A ``.pt`` file as its tree, without the bytes of layers: the content of each storage refers to these."""
+    """A ``.pt`` file as its tree, without the bytes of layers: each storage's content states where those bytes are."""
 
     path: str = field(metadata=AS_PATH)
     tree: Tree = field(metadata=AS_TREE)

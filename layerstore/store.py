@@ -1,5 +1,5 @@
 """
-The store: opens a repository and offers the verbs. Each verb imports its implementation when it is called.
+The store: opens a repository and offers all operations. Each imports its implementation when it is called.
 
     store = layerstore.open("runs/store")
     commit = store.ingest("out/checkpoint-200", run="sft")
@@ -56,7 +56,7 @@ class Store:
 
     @property
     def _repo(self) -> Repository:
-        """The store's repository. Every verb reads this property, so no verb works on a closed store."""
+        """The store's repository. Every operation reads this property, so none works on a closed store."""
         self._opened.check_open()
         return self._opened
 
@@ -185,11 +185,11 @@ class Store:
 
         *policy* is a name, optionally with settings (``filter:every=10``), a policy (``layerstore.Filter(every=10)``),
         or a policy object of your own class.
-        A *recipe* is a YAML file, in our grammar or LLMTailor's, that names the base and every layer's step; *run*
-        applies to steps that name no run. With *exact*, the base is the newest save up to *ref* that was kept bit for
-        bit (the policy ``exact`` differs: it takes every layer from the step of *ref* itself). With *without_damaged*,
-        every byte is read first, and a damaged layer is replaced by its newest sound version; ``recipe_notes`` lists
-        the replaced layers.
+        A *recipe* is a YAML file, in our grammar or LLMTailor's, that states the base and every layer's step; *run* is
+        the run of steps that the recipe states without a run. With *exact*, the base is the newest save up to *ref*
+        that was kept bit for bit (the policy ``exact`` differs: it takes every layer from the step of *ref* itself).
+        With *without_damaged*, every byte is read first, and a damaged layer is replaced by its newest sound version;
+        ``recipe_notes`` lists the replaced layers.
         """
         from layerstore.compose import as_newest_exact, compose_by_policy, compose_by_recipe, compose_exact
         from layerstore.compose import without_damaged as avoid_damage
@@ -288,7 +288,7 @@ class Store:
         """
         Return the commits of *run*, or of all runs in order of name, newest step first.
 
-        At most *limit* per run; the page starts after the commit *before*, an id or its prefix. With *metrics*, which
+        At most *limit* commits per run, starting after the commit *before*, an id or its prefix. With *metrics*, which
         takes longer, each commit includes the metrics of its step, from ``trainer_state.json`` or client_state.
 
         Raises:
@@ -351,7 +351,7 @@ class Store:
 
         Raises:
             IntegrityError: A version or, with *stat*, an object to measure is damaged or missing.
-            LayoutMismatch: A version lists slices that its shapes do not have.
+            LayoutMismatch: A version lists slices that do not fit its shapes.
         """
         from layerstore.inspect import compare
 
@@ -371,7 +371,7 @@ class Store:
             NotFound: Neither commit has the layer.
             InvalidInput: Its parameters have no column *sort*.
             IntegrityError: A version or an object to measure is damaged or missing.
-            LayoutMismatch: A version lists slices that its shapes do not have.
+            LayoutMismatch: A version lists slices that do not fit its shapes.
         """
         from layerstore.inspect import compare_layer
 
@@ -403,8 +403,8 @@ class Store:
 
         The facts are the fields of ``layerstore report --json``; each field of the shown saves is a list.
 
-        For a long history, only some saves are shown, so the page stays below 1 MB. With *keep*, it also shows what
-        `gc` would do under these rules. A file at *out* is replaced only if it is a report.
+        For a long history, only some saves are shown, so the page stays below 1 MB. With *keep*, the page also shows
+        what `gc` would do under the rules of *keep*. A file at *out* is replaced only if it is a report.
 
         Raises:
             AlreadyExists: Something other than a report is at *out*.
@@ -442,7 +442,7 @@ class Store:
         """
         Delete the pin *name*, readable or not, from this store or from *remote*, a name or a URL.
 
-        The pinned commit stays if it is visible. Returns whether it is; None if the pin could not be read.
+        If the pinned commit is visible, it stays. Returns whether it is visible; None if the pin could not be read.
 
         Raises:
             NotFound: There is no pin of that name.
@@ -500,7 +500,7 @@ class Store:
 
         Raises:
             NotFound: The commit is not in the trash.
-            Conflict: Another commit is visible at its step now, or the trash holds several commits of *ref*.
+            Conflict: Another commit is visible at its step now, or *ref* matches several commits in the trash.
             Locked: The store is in a bucket, and a collection of that bucket is running.
         """
         [commit] = self.undrop_commits([ref])
@@ -552,13 +552,13 @@ class Store:
         nothing is removed. Objects younger than *grace_seconds* stay; change it only if nothing else writes to the
         store. Commits that were dropped or replaced a week ago leave the trash; with *empty_trash*, all commits in it
         do. With *confirmed*, a plan that somebody has approved, nothing beyond that plan is removed. With *pushed_to*,
-        a remote's name or URL, a commit stays unless that remote has it and lists, at full size, every object that it
-        needs. With *remote*, a name or a URL, that remote is collected instead: its objects are removed a day after the
-        last commit that names them.
+        a remote's name or URL, a commit stays unless that remote has it and lists, at full size, every object that the
+        commit needs. With *remote*, a name or a URL, that remote is collected instead: its objects are removed a day
+        after the last commit that refers to them.
 
         Raises:
-            IntegrityError: Something cannot be read, so what it needs is unknown; or commits would be removed although
-                a remaining commit lacks an object. Nothing was removed.
+            IntegrityError: Something cannot be read, so the objects that it needs are unknown; or commits would be
+                removed although a remaining commit lacks an object. Nothing was removed.
             Locked: Another collection is running.
             Conflict: More would be removed than the confirmed plan allows; nothing was removed.
         """
@@ -582,7 +582,7 @@ class Store:
             with self._remote(remote) as source:
                 self._check_own(source, "nothing was removed")
                 outcome = collect(source, request, dry_run=dry_run, progress=progress or Silent())
-                # A mirror has no notes of what was pushed.
+                # For a store in a bucket, nothing notes what was pushed.
                 if outcome.removed and not dry_run and self._repo.remote is None:
                     removed = [CommitId(fate.commit) for fate in outcome.removed]
                     note_pushed(self._repo, source.bucket.url, (), before=removed)
@@ -662,7 +662,7 @@ class Store:
                     "a remote is repaired from this store alone",
                     hint=f"layerstore repair{option} --remote {typed(remote)}, in a store that still has the lost data",
                 )
-            # First: without a sound store.json, the remote cannot be opened.
+            # Before all else, because the remote cannot be opened without a sound store.json.
             put_back = heal_identity(self._repo, Bucket(self.remotes.url(remote)), dry_run=dry_run)
             # A dry run did not write store.json, so the remote cannot be opened to check the rest.
             if put_back and dry_run:
@@ -700,7 +700,7 @@ class Store:
         """
         Send *refs*, by default all commits and pins of *runs* or of all runs, to *remote*, a name or a URL.
 
-        Only what the remote lacks is sent, and a commit appears on the remote only after everything that it names.
+        Only what the remote lacks is sent, and a commit appears on the remote only after everything that it needs.
         After a kill, a repeated push sends only the rest. With *move_pins*, a pin that refers to a different commit on
         the remote is moved to the commit that it refers to in this store. If the remote has no store, a push makes one;
         *on_made* gets the remote's URL before anything is sent.

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 _STACK_BYTES = resource.getrlimit(resource.RLIMIT_STACK)[0]
 _ROOM_BYTES = (32 << 20) + (_STACK_BYTES if _STACK_BYTES != resource.RLIM_INFINITY else 8 << 20)
 """
-The address space required for a new thread: its stack, and far more than it allocates before it works.
+The address space required for a new thread: its stack, and far more than a thread allocates while it starts.
 
 Other threads may take some of it in the meantime: several buffers of 4 MiB in a pool of requests.
 """
@@ -79,7 +79,7 @@ def check_room() -> None:
 
 
 def run_all(pool: Executor, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return the results in order; after the first error start nothing more, and raise once all that runs has ended."""
+    """Return the results in order; on an error, start nothing more, wait for what is running, and raise the error."""
     futures = [pool.submit(work, item) for item in items]
     try:
         return [future.result() for future in futures]

@@ -136,10 +136,10 @@ _LEAVES = frozenset({bool, int, float, str, bytes, Size, Global, type(None)})
 
 
 def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:
-    """Return a copy of *tree* in which *replacement* maps every tensor."""
+    """Return a copy of *tree* in which each tensor is replaced by what *replacement* returns for it."""
     if isinstance(tree, Tensor):
         return replacement(tree)
-    # A module's attributes describe it, and are half of what there would be to walk through.
+    # An OrderedMap's attributes only describe a module, and would double the time: they are not searched for tensors.
     apart = tree.attributes if isinstance(tree, OrderedMap) else None
     parts = [
         part if type(part) in _LEAVES or part is apart else replace_tensors(part, replacement) for part in _parts(tree)
@@ -163,7 +163,7 @@ def with_content(tensor: Tensor, content: object) -> Tensor:
 
 
 class Template:
-    """A tree that is reused many times with different storages, as it is for the ranks of one save."""
+    """A tree that is reused many times with different storages, for example for all ranks of one save."""
 
     def __init__(self, tree: Tree, storages: Sequence[Storage]) -> None:
         self._tree = tree
@@ -185,7 +185,7 @@ class Template:
         return [copies[storage] for storage in self._storages]
 
     def _look(self, node: Tree) -> bool:
-        """Whether *node* contains a tensor; notes the answer for all its parts."""
+        """Whether *node* contains a tensor; records the answer for *node* and all its parts."""
         parts = _parts(node)
         if parts and id(node) not in self._has_tensors:
             answers = [self._look(part) for part in parts]
@@ -237,7 +237,7 @@ def _parts(node: Any) -> list[Tree]:
 
 
 def _facts(node: Any) -> list[object]:
-    """Return everything in *node* but the parts that `_parts` returns and storages."""
+    """Return everything in *node* except its storage and the parts that `_parts` returns."""
     kind = type(node)
     if kind is Tensor:
         return [node.offset, node.shape, node.stride, node.requires_grad, node.is_parameter]
@@ -268,7 +268,7 @@ def _with_parts(node: Any, parts: Iterator[Any], storages: Mapping[Storage, Stor
 
 
 def new_tensor(dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor in memory of its own, to be filled."""
+    """Return a contiguous tensor with its own storage, whose content is still to be set."""
     storage = Storage(dtype=dtype, elements=prod(shape), device="cpu")
     stride = tuple(prod(shape[number + 1 :]) for number in range(len(shape)))
     return Tensor(storage=storage, offset=0, shape=Size(shape), stride=stride)

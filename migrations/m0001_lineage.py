@@ -68,7 +68,7 @@ def _identity(data: bytes) -> bytes:
 
 
 def seal(payload: Plain, *, name: str, store_id: str, schema: int = _NEW) -> bytes:
-    """Return the envelope, named *name*, of *payload*, whose maps are sorted."""
+    """Return the envelope of *payload*, whose maps are sorted, for the file *name*."""
     packed = pack(payload)
     head = _HEAD.pack(_MAGIC, schema, bytes.fromhex(store_id), len(name.encode()))
     body = head + name.encode() + _LENGTH.pack(len(packed)) + packed
@@ -102,7 +102,7 @@ def _damaged(name: str, reason: str) -> IntegrityError:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What we remember of a format 1 record while reading the others of its run."""
+    """What is kept in memory of a format 1 record while the other records of its run are read."""
 
     attempt: int
     step: int

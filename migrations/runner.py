@@ -116,7 +116,7 @@ def _look(layout: Layout, files: Files, *, path: Path) -> Migration:
             f"{what} is a store of format {stated}, which this layerstore cannot migrate; nothing was changed",
             hint="layerstore migrate --list",
         )
-    # If a step was interrupted before store.json was replaced, it starts over: the store has its source format.
+    # A step that was interrupted before store.json was replaced starts over: the store still has its source format.
     last = [step for step in STEPS if step.target == stated and files.exists(layout.migrating)]
     todo = last + [step for step in STEPS if step.source >= stated]
     _check_places(layout, files, todo)
@@ -198,7 +198,7 @@ def _make(layout: Layout, files: Files, step: Step) -> None:
 
 
 def _listing(layout: Layout, step: Step) -> set[Path]:
-    """Return the paths in the folders to be replaced: a new pin takes no lock, and some filesystems have no locks."""
+    """Return the paths in the folders to be replaced, to find writes that take no lock: pins, or all without locks."""
     return {path for name in step.makes for path in (layout.root / name).rglob("*")}
 
 
@@ -212,7 +212,7 @@ def _finish(layout: Layout, files: Files, step: Step) -> StepOutcome:
 
     def move(source: Path, target: Path) -> None:
         files.rename(source, target)
-        # The new name first: a power cut may leave a folder under both names, but never under none.
+        # The target's folder first: then a power cut may leave the folder under both names, but never under neither.
         files.sync_directory(target.parent)
         files.sync_directory(source.parent)
 
@@ -221,7 +221,7 @@ def _finish(layout: Layout, files: Files, step: Step) -> StepOutcome:
     for name in (*step.makes, *step.leaves):
         place, new = layout.root / name, layout.migrated(step.target) / name
         is_new = files.exists(new)
-        # A new folder that is already in place stays.
+        # If the new folder has already been moved here by an earlier run, it stays.
         if files.exists(place) and (is_new or name in step.leaves):
             move(place, old / name)
         if is_new:

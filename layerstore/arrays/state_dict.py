@@ -38,7 +38,8 @@ def make_state_dict(
             tensors[name] = _mean(repo, slices, parameter, code, verified=verified)
             tensors |= dict.fromkeys(parameter.aliases, tensors[name])
             continue
-        # Stored weights differ from the rounded master; for any other type, the master is more precise.
+        # Stored weights differ from the rounded master, so they are used for their own type. For other types, the
+        # master is more precise.
         is_kept = name in weights and (weights.dtype(name) == code or name not in masters)
         if is_kept or name in masters:
             tensors[name] = _tensor(weights if is_kept else masters, name, code)

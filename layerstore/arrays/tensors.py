@@ -107,7 +107,7 @@ class Tensors(Mapping[str, "Array"]):
         return np.frombuffer(data, by_code(entry.dtype).numpy).reshape(entry.shape)
 
     def _boxes_together(self, entry: _Entry) -> bytes:
-        """Return the bytes of a tensor whose parts are boxes of it, as tensor parallelism cuts columns."""
+        """Return the bytes of a tensor whose parts are boxes of it, as when tensor parallelism cuts columns."""
         import numpy as np
 
         whole = np.zeros(entry.shape, by_code(entry.dtype).numpy)

@@ -227,7 +227,7 @@ class Converted(NamedTuple):
     size_bytes: int
     """In the output file."""
     newly_infinite: int
-    """How many finite values left the range of the new type."""
+    """How many finite values were beyond the range of the new type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class _Task:
     objects: tuple[BlobRef, ...]
     copies: list[tuple[NewFile, Piece]] = field(default_factory=list)
     conversions: list[tuple[NewFile, Piece]] = field(default_factory=list)
-    """What is computed from the object's bytes: rounded, averaged or decoded."""
+    """The pieces that are computed from the objects' bytes: rounded, averaged or decoded."""
 
 
 @contextmanager
@@ -391,10 +391,10 @@ class Assembly:
     def _prepare(self, repo: Repository, task: _Task) -> None:
         """Verify the objects, and convert the pieces that need conversion while the objects' pages are warm."""
         unverified = {*repo.read_with(task.objects)} - self._claimed if self.how.verify else set()
-        # Without a lock: an object that two tasks claim at once is verified twice.
+        # Without a lock: at worst, an object that two tasks claim at once is verified twice.
         self._claimed |= unverified
         if len(task.objects) > 1:
-            # A coded object is decoded as it is read, and its reference is read only in part.
+            # Reading cannot hash a coded object, which is decoded as it is read, or its reference, read only in part.
             hashing = Hashing(unverified & {*task.objects} - repo.coded.keys())
             for ref in unverified - hashing.refs:
                 repo.objects.verify(ref)
@@ -411,7 +411,7 @@ class Assembly:
                         self._convert(chunks_of(source, piece), (piece.rounding or _AS_IS)[0], file, piece)
 
     def _convert(self, chunks: Iterable[bytes | memoryview], source: str, file: NewFile, piece: Piece) -> None:
-        """Write *chunks*, which are *piece* as the type *source*."""
+        """Write *chunks*, which hold the elements of *piece* as the type *source*."""
         _, target = piece.rounding or _AS_IS
         offset, checksum, infinite = piece.offset, 0, 0
         for data in chunks:
@@ -423,7 +423,7 @@ class Assembly:
         check_decoded(piece, checksum)
         result = Converted(checksum, offset - piece.offset, infinite)
         self.converted.setdefault(file.path, {})[piece.offset] = result
-        # Shards have masters and their roundings; the masters' bytes have been counted already.
+        # Shards have both masters and their roundings: progress counts the masters' bytes alone.
         if self.is_export or piece.mean_of or piece.rounding is None:
             self.progress.advance(piece.size_bytes)
 

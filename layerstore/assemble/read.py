@@ -12,10 +12,10 @@ from layerstore.numbers import convert, mean
 from layerstore.slices import Piece
 from layerstore.storage import Hashing, Repository, Stretch, read_chunks
 
-# How much of each object in a mean is read at a time: sum and parts stay in a processor's cache.
+# How much of each object in a mean is read at a time: so little that sum and parts stay in a processor's cache.
 _MEAN_BYTES = IO_CHUNK_BYTES // 2
 
-# With more objects than this, each is reopened for every chunk; a coded object takes two files.
+# With more objects than this, each is reopened for every chunk, to save descriptors: a coded object takes two.
 _MEAN_OPEN_MAX = 64
 
 
@@ -55,7 +55,7 @@ def fill_pieces(
     """
     Fill *target*, the bytes of a file from *begin*, with *pieces* in order, and zeros between them.
 
-    Objects are verified first, except those already in *verified*; with None, none is.
+    Objects are verified first, except those already in *verified*; if *verified* is None, no object is.
 
     Raises:
         IntegrityError: An object is damaged or missing.

@@ -1,5 +1,5 @@
 """
-The folder or file that a verb writes: it appears whole or not at all, and replaces only an older version of itself.
+The folder or file that a command writes: it appears whole or not at all, and replaces only an older version of itself.
 
 Everything is written under another name in the same folder, and renamed once it is complete.
 """
@@ -32,7 +32,7 @@ class Target:
 
     path: Path
     older: tuple[int, ...] | None
-    """The identity of what is at *path* now; None if nothing is."""
+    """The identity of what is at *path* now; None if nothing exists at *path*."""
     is_empty: bool = False
     """Whether there is an empty folder at *path* now."""
 
@@ -46,7 +46,7 @@ class Writing:
     durable: bool = True
     """Whether the result is safe from a power cut once the write ends."""
     force: Force = False
-    """Whether an older folder is replaced: only one of ours, or with ``foreign`` any."""
+    """Whether an older folder is replaced: if True, only one that layerstore wrote; if ``foreign``, any."""
 
 
 def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, ...], force: Force) -> Target:
@@ -99,7 +99,7 @@ def checked_file(repo: Repository, out: Path, *, what: str, begins: bytes) -> Ta
 
 @contextmanager
 def _looking_at(out: Path) -> Iterator[None]:
-    """Make errors name the path *out*."""
+    """Make errors state the path *out*."""
     try:
         with mapped_errors(out, doing="look at"):
             yield
@@ -198,7 +198,7 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
         files.rename(path, aside)
     try:
         if aside is not None:
-            # Checked only now, since nobody else changes it under this name.
+            # Checked only now that the folder has a name under which nobody else changes it.
             if files.identity(aside) != target.older:
                 raise _came_meanwhile(path)
             _check_nothing_else_is_lost(path, aside, partial, is_older_form)

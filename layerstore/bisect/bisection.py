@@ -22,7 +22,7 @@ from layerstore.progress import Silent
 from layerstore.storage import Repository
 
 _SAVES_LATER = 4
-"""Suspect layers are first taken from a later save: this many saves after the first bad one."""
+"""The search for layers to blame first takes layers from a later save: this many saves after the first bad one."""
 _NAMES_MAX = 3
 
 
@@ -145,13 +145,13 @@ def _history(repo: Repository, first: Resolved, last: Resolved, good: str, bad: 
 
 
 def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> Bisected:
-    """Search *row*, whose first save is said to be good and whose last to be bad."""
+    """Search *row*; according to the user, its first save is good and its last save is bad."""
     names = references_to(judging.repo, [save.record for save in row])
 
     def judge(index: int) -> TrialVerdict:
         return judging.verdict(compose_latest(row[index]), names[index])
 
-    # Before anything else: a broken judge may call everything bad.
+    # Judge the good save before anything else, because a broken judge may call everything bad.
     if (verdict := judge(0)) != "good":
         raise Conflict(
             f"{names[0]} is said to be good, and the command says {verdict}",

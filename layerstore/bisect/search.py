@@ -21,7 +21,7 @@ class Boundary:
     good: int
     bad: int
     skipped: tuple[int, ...]
-    """The items between these that could not be judged."""
+    """The items between *good* and *bad* that could not be judged."""
 
 
 def first_bad(count: int, judge: Callable[[int], TrialVerdict]) -> Boundary:
@@ -61,14 +61,14 @@ def bad_together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], Tri
     """
     Return a minimal bad set of *items*, given that all together are bad and the empty set is good.
 
-    By delta debugging: no part of the set can be left out. None if a part could not be judged, so that this is unknown.
+    By delta debugging: no item can be left out of the set. None if that is unknown, as some part could not be judged.
     """
     parts, has_skipped = 2, False
     while len(items) > 1:
         pieces = list(_pieces(items, parts))
         smaller: tuple[Item, ...] | None = None
         for number, piece in enumerate(
-            # With two pieces, leaving one out gives the other, which is asked about anyway.
+            # With two pieces, leaving one out gives the other one, which is judged anyway.
             [*pieces, *(_without(items, left_out) for left_out in pieces if len(pieces) > 2)]
         ):
             verdict = judge(frozenset(piece))

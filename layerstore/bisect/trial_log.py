@@ -38,7 +38,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a bisection asks; the same question continues from its log."""
+    """What a bisection asks; asking the same question again continues from the log."""
 
     good: str
     """As the user typed it."""
@@ -68,7 +68,7 @@ class Log:
         self.trials: list[Trial] = []
         if files.size(self._path):
             known, trials, answer = read_trials(folder)
-            # An unfinished log continues with its recorded commits; an answered one counts only if they are unchanged.
+            # An unfinished log continues with its recorded commits; an answered log counts only for the same commits.
             is_same = known == question if answer else known.is_same(question)
             if is_same:
                 self.question, self.trials, self._has_answer = known, trials, bool(answer)
@@ -108,7 +108,7 @@ def read_trials(folder: Path) -> tuple[Question, list[Trial], str]:
         raise InvalidInput(f"there is no bisection in {folder}", hint="layerstore bisect GOOD BAD -- COMMAND {}")
     first, *lines = text.decode(errors="replace").split("\n")
     try:
-        records = [parse_json(line) for line in lines if line.endswith("}")]  # a kill tore the others
+        records = [parse_json(line) for line in lines if line.endswith("}")]  # a kill left the others unfinished
         answer = next((line["answer"] for line in records if "answer" in line), "")
         return Question(**parse_json(first)), [Trial(**line) for line in records if "answer" not in line], answer
     except (ValueError, TypeError) as exc:

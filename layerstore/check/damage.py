@@ -40,16 +40,16 @@ class Damage:
     path: str
     reason: str
     error: str = ""
-    """The kind of error that showed it."""
+    """The kind of the error that revealed the damage."""
     costs: tuple[Cost, ...] = ()
     """The losses, by commit and pin."""
     size_bytes: int | None = None
     """For objects and blobs: the expected size."""
     blobs: tuple[BlobRef, ...] = ()
     """
-    For an object: the version and state blobs that name it; for a blob: itself.
+    For an object: the version and state blobs that refer to it; for a blob: itself.
 
-    The blobs have the sizes that records name; holders that name another size are unaffected.
+    The blobs have the sizes that records state; commits and pins whose records state another size are unaffected.
     """
 
     @property
@@ -60,7 +60,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A commit or pin that names damaged blobs; without its record, to save memory."""
+    """A commit or pin that refers to damaged blobs, but without its record, to save memory."""
 
     save: Origin
     """The save that the commit or pin came from."""
@@ -71,7 +71,7 @@ class Holder:
     is_shown: bool
     """Whether the holder is a pin or a visible commit."""
     lost: dict[BlobRef, str | None]
-    """The damaged blobs that the holder names, each with its layer (None for a state blob), in the model's order."""
+    """The damaged blobs that it refers to, each with its layer (None for a state blob), in the model's order."""
     origins: dict[BlobRef, Origin]
     """The saves that wrote these blobs."""
 
@@ -87,7 +87,7 @@ class Holder:
 
 def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved | None = None) -> dict[str, Holder]:
     """
-    Return the commits and pins, by reference, that name one of these version or state *blobs*.
+    Return the commits and pins that refer to any of the version or state *blobs*, with their references as keys.
 
     Reads every record, or just the record of *only*.
     """
@@ -122,7 +122,7 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
 def _all_records(repo: Repository) -> Iterator[Resolved]:
     for run in repo.records.runs():
         for _, commit in repo.records.each(repo.records.names(run)):
-            if isinstance(commit, Commit):  # verify reports damaged ones itself
+            if isinstance(commit, Commit):  # verify reports damaged records itself
                 yield Resolved.of_commit(commit)
     yield from map(Resolved.of_pin, repo.records.readable_pins())
 
@@ -164,7 +164,7 @@ class Costs:
         return tuple(costs)
 
 
-# How many of a run's newest damaged commits are tested for what still composes; each takes some milliseconds.
+# How many of a run's newest damaged commits are tested for what can still be composed; each takes some milliseconds.
 _COMMITS_MAX = 20
 WEIGHTS = "weights"
 
@@ -181,7 +181,7 @@ class Hurt:
     everything: bool
     """Whether a rank's state is lost too."""
     stands: tuple[str, ...] | None
-    """Policies that avoid the damage, and ``weights`` if only moments are lost; None if that was not tried."""
+    """Policies that avoid the damage, and ``weights`` if only moments are lost; None if no policy was tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ def hurt_by(
     """
     Return what can still be composed on each of *holders* that a user sees.
 
-    *blobs* are the damaged version and state blobs, each with the objects that it lost, or itself.
+    *blobs* are the damaged version and state blobs, each with the objects that it lost, which may include itself.
     """
     counts: dict[str, int] = {}
     hurt = []
@@ -216,7 +216,7 @@ def hurt_by(
 
 
 def newest_whole(repo: Repository, holders: Collection[Holder]) -> dict[str, str | None]:
-    """Return the newest intact step of every run of *holders*, which must be all damaged commits and pins."""
+    """Return the newest intact step of every damaged run; *holders* must be all damaged commits and pins."""
     lost = {holder.commit for holder in holders if holder.pin is None}
     return {
         run: _newest_whole(repo, run, lost)

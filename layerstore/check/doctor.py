@@ -221,7 +221,7 @@ def _index(layout: Layout, files: Files) -> Iterator[Finding]:
 
 
 def _tried_out(layout: Layout, files: Files, untried: list[str]) -> Iterator[Finding]:
-    """Yield the findings of all probes, run in the store's ``tmp/``, otherwise in the nearest existing folder."""
+    """Yield the findings of all probes, run in the store's ``tmp/`` or else in the nearest existing folder."""
     root = layout.root
     place = next(path for path in (root, *root.parents) if path.exists())
     if layout.identity.exists() and layout.tmp.is_dir():

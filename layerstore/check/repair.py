@@ -1,10 +1,10 @@
 """
-Repair: damaged files move to the trash, and another store that has intact copies supplies these.
+Repair: move damaged files to the trash, and fetch intact copies from another store.
 
 ``store.json`` is rewritten with the store id that most records state.
 
-Nothing else is inferred. What no source has is still reported: ingesting the checkpoint again puts objects back; `drop`
-or `pin --delete` gives up a record or pin by name.
+Nothing else is inferred. What no source has stays lost, and is reported: ingesting the checkpoint again puts objects
+back; `drop` or `pin --delete` gives up a record or pin by name.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from layerstore.publish import Transaction, republish
 from layerstore.storage import RecordName, RecordStore, Repository, Trash, stated_ids
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})
-# A fetched blob names objects that could not be checked before, so the store is verified again.
+# A fetched blob refers to objects that could not be checked before, so the store is verified again.
 _LOOKS_MAX = 4
 
 
@@ -45,7 +45,7 @@ class Moved:
     """A damaged file that was moved to the trash, or would be."""
 
     path: str
-    """Below the store."""
+    """Relative to the store's folder."""
     kind: str
     reason: str
 
@@ -89,7 +89,7 @@ class Repaired:
     """The saves whose checkpoints, ingested again, put back what is lost."""
     pins_elsewhere: tuple[PinElsewhere, ...] = ()
     strangers: tuple[str, ...] = ()
-    """Files and folders among records, pins and parts whose names fit none of these; left alone, they block gc."""
+    """Files and folders among records, pins and parts whose names fit none of these; they stay, and block gc."""
     newer: tuple[str, ...] = ()
     """Files that only a newer layerstore can read, left as they are."""
     reindexed: bool = False
@@ -110,7 +110,7 @@ def opened_sources(
     repo: Repository, sources: Mapping[str, Callable[[], Repository]]
 ) -> Iterator[tuple[Repository, ...]]:
     """
-    Open *sources*, given by the user's names for them, for reading, until the block ends.
+    Open *sources*, whose keys are the user's names for them, for reading until the block ends.
 
     Raises:
         InvalidInput: A source is not a store, or is the store to be repaired.
@@ -239,7 +239,7 @@ class _Repair:
         home = self._repo.layout.object(ref.id)
         before = self._repo.files.identity(home)
         if self._repo.objects.is_whole(home, ref.id):
-            return self._repo.objects.is_sound(home, ref)  # if unsound, a record names it with a wrong size
+            return self._repo.objects.is_sound(home, ref)  # if unsound, a record states a wrong size for it
         if self._repo.files.identity(home) != before:
             return True  # an ingest has rewritten it; if not, the next repair finds it
         source = self._source_of(ref)
@@ -247,11 +247,11 @@ class _Repair:
             self._take_away(home, damage)
         if source is not None:
             self._fetch(ref, source, kind=damage.kind)
-        # An object set aside by gc is not lost: readers look for it in that folder, too.
+        # An object that gc has moved aside is not lost: readers also look for it in ``gc/aside/``.
         return source is not None or self._repo.objects.is_sound(self._repo.layout.aside / ref.id, ref)
 
     def _only_refers(self, blob: BlobRef, object_id: str) -> bool:
-        """Whether *blob* is a version that needs the object only because its differences refer to it."""
+        """Whether *blob* is a version that needs the object only as the reference from which differences are coded."""
         try:
             version = self._repo.version(blob)
         except IntegrityError:  # *blob* is a state, or is lost itself
@@ -270,7 +270,7 @@ class _Repair:
         if not self._dry_run:
             with Transaction(self._repo) as tx:
                 tx.objects.copy(ref, source.objects)
-                # Published without a record: one that is in the store already, or is put back next, names the object.
+                # Published without a record: a record already in the store, or put back next, refers to the object.
                 tx.objects.publish()
         self._fetched[path] = Fetched(kind=kind, path=path, source=source.name, size_bytes=ref.size_bytes)
 
@@ -316,7 +316,7 @@ class _Repair:
             IntegrityError: Something needed is missing or damaged in *source* too.
         """
         for blob in record.blobs:
-            # The blob last: once in place, it promises that everything it names is present.
+            # The blob last: once in place, it promises that everything it refers to is present.
             for ref in (*named_by(source, blob), blob):
                 if self._is_there(ref):
                     continue
@@ -351,7 +351,7 @@ class RestoredIdentity:
     """A ``store.json`` that was rewritten, or would be."""
 
     flags: tuple[str, ...]
-    """Features that readers and writers of the store must know."""
+    """Features that a layerstore must know to write to the store."""
     is_assumed: bool
     """Whether its flags were unknown, and are assumed to be none."""
 

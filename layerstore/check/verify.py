@@ -3,10 +3,10 @@ Verify: is everything present, and is every byte still as it was written?
 
 Always checked: every record, pin and part by its checksum, every blob by its hash, every object by its size, and the
 index against the records. With *read_data*, also the bytes of every object, or of a sample, including objects of
-dropped commits, because an undrop reads none. Nothing is changed, and a partial clone does not keep what it fetches.
+dropped commits, since undrop does not read them. Nothing is changed, and a partial clone does not keep what it fetches.
 
-Memory does not grow with the records: each blob and object that they name takes about 110 bytes. The records are read a
-second time only if something is damaged, to find out what needs it.
+Memory grows not with the number of records but with that of blobs and objects: each takes about 110 bytes. The records
+are read a second time only if something is damaged, to find out what needs it.
 """
 
 import contextlib
@@ -103,14 +103,14 @@ class Verdict:
     damaged: tuple[Damage, ...]
     standing: Standing
     orphans: int
-    """Objects that nothing names: harmless, collected later."""
+    """Objects that nothing refers to: harmless, collected later."""
     records: int
     """Commits and pins that were read."""
     objects: int
     objects_read: int
     bytes_read: int
     sample: str | None
-    """The sample that was read, in words that request the same one again; None if all was read."""
+    """The sample that was read, in words that request the same sample again; None if no sample was requested."""
 
     def __repr__(self) -> str:
         damage = f"{len(self.damaged)} damaged: {self.damaged[0].path}" if self.damaged else "no damage"
@@ -125,20 +125,20 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Named:
-    """Everything that records, pins and parts name."""
+    """Everything that records, pins and parts refer to."""
 
     versions: NumberedRefs = field(default_factory=NumberedRefs)
-    """Each version, and the numbers of the layers for which records name it."""
+    """Each version, and the numbers of the layers that it is a version of, according to the records."""
     states: NumberedRefs = field(default_factory=NumberedRefs)
     objects: NumberedRefs = field(default_factory=NumberedRefs)
-    """Each object, and the numbers of the blobs that name it."""
+    """Each object, and the numbers of the blobs that refer to it."""
     under_way: NumberedRefs = field(default_factory=NumberedRefs)
-    """What parts of incomplete saves and dropped commits need: not orphans."""
+    """What dropped commits, and the parts of incomplete saves, need: these are not orphans."""
     dropped: dict[BlobRef, Cost] = field(default_factory=dict)
     """What dropped commits need: each blob or object, and what its loss would cost one of these commits."""
     layers: dict[str, int] = field(default_factory=dict)
     blobs: list[BlobRef] = field(default_factory=list)
-    """The blobs that name objects, by number."""
+    """The blobs that refer to objects, by number."""
     faults: list[Damage] = field(default_factory=list)
     records: int = 0
 
@@ -152,7 +152,7 @@ def verify_store(
     progress: Progress,
 ) -> Verdict:
     """
-    Check the store, or what *only* needs, and read the data of all objects or of a *sample*.
+    Check the store, or what *only* needs; read the data of a *sample* of the objects or, with *read_data*, of all.
     """
     named = _Named()
     if only is None:
@@ -185,7 +185,7 @@ def verify_store(
 
 
 def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
-    """Read every record, compare it with the index, and note what it names."""
+    """Read every record, compare it with the index, and note what it refers to."""
     for run in repo.records.runs():
         # Before the listing: a record that is linked in between merely has no row yet.
         indexed = repo.catalog.indexed(run)
@@ -274,7 +274,7 @@ def _name_dropped(named: _Named, needs: Needs, name: RecordName, record: CommitR
 
 
 def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
-    """Read every version and state blob once, and note all objects that they name."""
+    """Read every version and state blob once, and note all objects that they refer to."""
     layers = list(named.layers)
 
     def of_version(ref: BlobRef, numbers: Sequence[int]) -> list[BlobRef]:
@@ -323,7 +323,7 @@ class _Counted:
 def _check_objects(
     repo: Repository, named: _Named, *, reads: ObjectSample | None, whole: bool, progress: Progress
 ) -> _Counted:
-    """Check every named object, and read those in the sample *reads*; count the unnamed ones."""
+    """Check every object in *named*, and read those in the sample *reads*; also count the orphans."""
     counted = _Counted()
     # Blobs that could not be read are reported already.
     known = {(fault.id, fault.size_bytes) for fault in named.faults}
@@ -359,7 +359,7 @@ def _check_objects(
 
 
 def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: ObjectSample, progress: Progress) -> None:
-    """Read what only dropped commits need; a missing object is no damage: it only keeps these from coming back."""
+    """Read what only dropped commits need; a missing object is no damage: it only keeps the commits from returning."""
     others = [named.versions, named.states, named.objects]
     kept = {ref for at in {int(ref.id[:2], 16) for ref in named.dropped} for names in others for ref in names.part(at)}
     refs = sorted((ref for ref in named.dropped if ref not in kept and ref in reads), key=lambda ref: ref.id)
@@ -376,7 +376,7 @@ def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: Obj
 
 
 _Lost = tuple[BlobRef, LayerstoreError]
-"""An object that is missing or damaged, and how."""
+"""An object that is missing or damaged, and the error that shows it."""
 
 
 @contextlib.contextmanager
@@ -420,8 +420,8 @@ def _lost(
 
 
 def _refs(named: _Named, at: int) -> dict[BlobRef, list[int] | None]:
-    """Return the objects whose ids start with *at*, each with the numbers of the blobs that name it."""
-    # The blobs themselves have just been read; if data is read, they count like all other objects.
+    """Return objects whose ids start with *at*, with the numbers of the blobs that refer to each; None for a blob."""
+    # The blobs have just been read for what they refer to; if data is read, they are read again, like other objects.
     own: dict[BlobRef, list[int] | None] = {
         ref: None for blobs in (named.versions, named.states) for ref in blobs.part(at)
     }
@@ -437,7 +437,7 @@ def _holders(repo: Repository, named: _Named, only: Resolved | None) -> dict[str
 
 
 def _judged(faults: Iterable[Damage], holders: dict[str, Holder]) -> tuple[Damage, ...]:
-    """Return *faults* with their costs, but omit faults in blobs that no record names now."""
+    """Return *faults* with their costs, but omit faults in blobs that no record refers to now."""
     damaged: list[Damage] = []
     costs_of = Costs(holders)
     known: dict[tuple[BlobRef, ...], tuple[Cost, ...]] = {}

@@ -117,7 +117,7 @@ def _decode_piece(spec: Spec, codes: Bytes, scales: Scales, reference: Floats | 
 def _error(values: Floats, coded: Floats, greatest: np.int32, decoded: Floats, scratch: Floats) -> Error:
     """Return how far *decoded* is from *values*; *greatest* is the image of the largest magnitude in *coded*."""
     greatest_value = float(greatest.view(np.float32))
-    # The squares of second moments may be too small for fp32, others too large.
+    # The squares of second moments may be too small for fp32, those of other numbers too large.
     exponent = math.frexp(greatest_value)[1]
     exponent = 0 if -48 < exponent < 48 else min(max(exponent, -120), 120)
     errors = np.subtract(values, decoded, out=scratch)
@@ -201,8 +201,8 @@ def _set_scales(magnitudes: Floats, share: float, scales: Scales) -> tuple[np.in
         raise NotCodable
     exact = largest.view(np.float32)
     exact *= np.float32(share)
-    # Rounded to nearest, half up, so that the largest magnitude gets exactly the largest code, and coding decoded
-    # numbers again gives the same scale and codes.
+    # Rounded to nearest, half up, so that the largest magnitude gets exactly the largest code, and decoded numbers,
+    # if they are coded again, get the same scale and codes.
     largest += 0x8000
     largest &= _UPPER
     np.maximum(largest, _SMALLEST_SCALE, out=largest)

@@ -20,7 +20,7 @@ class Error:
     squares: float = 0.0
     """The sum of the squares of these distances."""
     greatest_value: float = 0.0
-    """The largest magnitude among the coded numbers: the differences to a reference, or without one, the values."""
+    """The largest magnitude among the coded numbers: the values, or their differences to a reference."""
     value_squares: float = 0.0
     """The sum of the squares of the coded numbers."""
 

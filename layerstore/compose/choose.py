@@ -1,5 +1,5 @@
 """
-Choose the parts of a composite: a version for each layer, and the base commit, which supplies everything else.
+Choose what makes up a composite: a version of each layer, and the base commit, which supplies everything else.
 
 A composition is pure data. A policy decides which save each layer comes from (for recipes see ``recipes``).
 This module also checks that the chosen versions fit together.
@@ -130,7 +130,7 @@ class Composition:
         """
         Return the parameters whose masters are the base's own, bit for bit; *versions* has one for each layer.
 
-        The base's gathered weights of other parameters were rounded from different masters, so they do not fit.
+        For other parameters, the base's gathered weights do not fit: they were rounded from different masters.
         """
         return frozenset(
             parameter.name
@@ -166,7 +166,7 @@ class Composition:
         return replace(self.base_resolved, record=record)
 
     def summary_file(self, notes: Iterable[str], **facts: object) -> bytes:
-        """Return the content of ``layerstore.json``: the summary, *facts* and notes. It marks the folder as ours."""
+        """Return the content of ``layerstore.json``, which marks a folder as ours: the summary, *facts* and notes."""
         own = {"mixture": self.mixture, "notes": [*self.notes, *notes]}
         fields = {"schema": _SUMMARY_SCHEMA, **self.summary(), **facts, **own}
         return json.dumps(fields, indent=2, ensure_ascii=False).encode() + b"\n"
@@ -260,7 +260,7 @@ def compose_exact(repo: Repository, resolved: Resolved) -> Composition:
 
 
 def as_newest_exact(repo: Repository, composition: Composition, requested: Resolved) -> Composition:
-    """Return *composition*, based on the newest exact save up to *requested*, with a note if the two differ."""
+    """Return *composition*, based on the newest exact save up to *requested*, with a note if that is another save."""
     composition = replace(composition, wants_exact=True)
     if requested.record.is_exact:
         return composition
@@ -391,9 +391,10 @@ def mismatch(base: LayerVersion, other: LayerVersion | LayerSource) -> str | Non
 
 def _are_alike(mine: Parameter | Buffer, theirs: Parameter | Buffer) -> bool:
     """
-    Whether one can replace the other: FSDP2 trains fp32 parameters, DeepSpeed bf16 ones with fp32 masters.
+    Whether one can replace the other, even between FSDP2 and DeepSpeed, whose saves describe a model differently.
 
-    FSDP2 keeps buffers as it keeps frozen parameters, and DCP's own saves do not record which parameters are tied.
+    FSDP2 trains fp32 parameters, DeepSpeed bf16 ones with fp32 masters. FSDP2 keeps buffers as it keeps frozen
+    parameters, and DCP's own saves do not record which parameters are tied.
     """
     types = {mine.dtype, theirs.dtype}
     is_type_alike = len(types) == 1 or ("F32" in types and all(can_convert("F32", dtype) for dtype in types))
@@ -435,7 +436,7 @@ def _facts(item: Parameter | Buffer) -> str:
 @contextmanager
 def naming_damage(repo: Repository, composition: Composition, *, resumes: bool = False) -> Iterator[None]:
     """
-    Add the layer to errors of the body, which reads the parts of *composition*; if it *resumes*, hint at other steps.
+    Add the layer to errors of the block, which reads what *composition* needs; if it *resumes*, hint at other steps.
 
     Raises:
         Conflict: A commit that layers were chosen from was collected or dropped in the meantime.

@@ -38,7 +38,7 @@ def inexact(
         of_use = coded.keys() & (kinds if moments else kinds - {Kind.OPTIMIZER})
         for kind in of_use:
             bits[kind] = min(coded[kind], bits.get(kind, coded[kind]))
-        # A rank that knows only its own slices may lack a small layer; the record counts that layer for all ranks.
+        # An `OwnVersion` has one rank's slices, perhaps none of a small layer; `entry.compact` covers all ranks.
         if of_use or isinstance(version, OwnVersion):
             names.add(entry.layer)
     if not bits:

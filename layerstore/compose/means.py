@@ -44,7 +44,7 @@ def average(
     """
     Return *composition* with the mean of some saves as its masters.
 
-    *of*, *ema* and *layers* are those of `Store.average`.
+    *of* is the *saves* of `Store.average`; *ema* and *layers* are the same as in that method.
     """
     if of is None and ema is None:
         raise InvalidInput("which saves are averaged?", hint="--mean last:10, --mean A,B:2 or --ema 0.9")
@@ -92,7 +92,7 @@ def average(
 
 
 def _check_layers(repo: Repository, composition: Composition, save: _Save, names: list[str], *, are_all: bool) -> None:
-    """Raise LayoutMismatch if *save* lacks one of *names*; if these *are_all* layers, also if it has another layer."""
+    """Raise LayoutMismatch if *save* lacks one of *names* or, if they *are_all* of the base's, has another layer."""
     odd = sorted(set(names) ^ save.entries.keys() if are_all else set(names) - save.entries.keys())
     if odd:
         theirs, ours = references_to(repo, [save.save, composition.base])

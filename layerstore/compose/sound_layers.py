@@ -63,7 +63,7 @@ def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> L
         entry = row.entries([damaged.layer]).get(damaged.layer)
         if entry is None or entry.version in seen:
             continue
-        # Saves that inherit a version list it again; it is read once, since that takes long.
+        # Saves that inherit a version list it again; it is read only once, since reading takes long.
         seen.add(entry.version)
         if _problem(repo, entry) is None and (like is None or difference(like, repo.version_of(entry)) is None):
             # The row comes from the index, so make sure that the record agrees.

@@ -87,7 +87,7 @@ def _run(folder: Path, report: Callable[[str], object]) -> DemoFacts:
         facts["saved"].append(_usage(name, store.path, new))
     facts["sizes"] = {"checkpoints": _size_bytes(saved), "store": _size_bytes(facts["store"])}
     with open_store(facts["store"]) as store:
-        for tag in TAGS:  # takes no more space in this store, and the report can show layers of different ages
+        for tag in TAGS:  # adds no tensors to this store, but gives the report layers of different ages
             store.ingest(saved, run="demo-filter", tag=tag, policy=POLICIES["filter"])
         begin("compose", f"composing demo@{BASE}: as it is, mixed by parity, and for one rank")
         exact, mixed = store.compose(f"demo@{BASE}"), store.compose(f"demo@{BASE}", policy="parity")
@@ -132,7 +132,7 @@ def _train(folder: Path, out: str, *composites: str, steps: int = STEPS, ranks: 
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": PATH}
     settings |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     log = folder / "logs" / f"{out}.log"
-    # In a session of its own, so that only this process gets Ctrl-C, and torchrun can end its ranks cleanly.
+    # In a process session of its own: only this process then gets Ctrl-C, and torchrun can end its ranks cleanly.
     with (
         log.open("wb") as output,
         subprocess.Popen(

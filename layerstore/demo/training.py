@@ -3,9 +3,9 @@ Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of th
 
     python -m torch.distributed.run --nproc-per-node 2 -m layerstore.demo.training STEPS OUT [CHECKPOINT ...]
 
-Trains to STEPS from each CHECKPOINT, or from the beginning. OUT gets the losses of every training run, and the saves of
-the first. The text is the sources of Python's standard library, byte by byte. A batch depends only on its step and
-rank, so the same step sees the same text, interrupted or not.
+Trains to STEPS from each CHECKPOINT, or from the beginning. OUT gets the losses of all these training runs, and the
+saves of the first. The text is the sources of Python's standard library, byte by byte. A batch depends only on its
+step and rank, so the same step sees the same text, interrupted or not.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The disk: the only package that opens and changes files, and its locks."""
+"""The disk: locks, and the files of stores and composites, which only this package opens (except the index)."""
 
 from layerstore.disk.files import Files, Mount, WeakDurability, mount_of, network_filesystem
 from layerstore.disk.locks import HeldLock, alone, host_name, hosts_seen, lock, open_lock_file, try_flock

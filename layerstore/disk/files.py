@@ -74,9 +74,9 @@ class Files:
 
     def again(self, path: Path) -> Iterator[bool]:
         """
-        Repeatedly yield whether its folder lists *path*, which must exist, while *path* may still become visible.
+        Look for *path*, which ought to exist, again and again; yield each time whether its folder lists it.
 
-        Yields nothing on a local disk, nor for a while after a fruitless search.
+        Stops after `LATE_SECONDS`. Yields nothing on a local disk, nor for a while after a fruitless search.
         """
         kind = network_filesystem(path)
         if kind is None or time.monotonic() < self._nothing_late_before:
@@ -215,7 +215,7 @@ class Files:
         """
         Return a fingerprint that changes whenever the names in *directory* do.
 
-        None if it does not exist, or changed so recently that another change might not show.
+        None if *directory* does not exist, or changed so recently that another change might not show.
         """
         state = self.look(directory)
         if state is None or time.time_ns() - max(state.st_mtime_ns, state.st_ctime_ns) <= _SETTLED_AFTER_NS:
@@ -316,7 +316,7 @@ class Files:
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as exc:
-            # Over a network, a link may succeed though its reply is lost or an error: then both names are one file.
+            # Over a network, a link may succeed although its reply is lost or an error: both names are then one file.
             one, other = self.look(source), self.look(target)
             if one is not None and other is not None and os.path.samestat(one, other):
                 return True
@@ -335,10 +335,10 @@ class Files:
 
     def move_folder(self, source: Path, target: Path) -> bool:
         """
-        Move the folder *source* to *target* unless *target* exists; return whether it was free.
+        Move the folder *source* to *target* unless *target* exists; return whether *target* was free.
 
-        Without a no-replace rename, *target* is made first: an ordinary rename replaces an empty folder, but fails if
-        somebody has put something into it in the meantime.
+        If the filesystem lacks a no-replace rename, *target* is first made as an empty folder: an ordinary rename
+        replaces an empty folder, but fails if somebody has put something into it in the meantime.
         """
         self._hook("rename", target)
         with mapped_errors(target, doing="rename to"):
@@ -422,7 +422,7 @@ class Files:
 
 
 def _renamed(source: Path, target: Path) -> bool:
-    """Move *source* to *target* as `rename_exclusive` does; raise a clear error if the filesystem lacks that."""
+    """Move *source* to *target* as `rename_exclusive` does; raise a clear error if the filesystem cannot."""
     try:
         return rename_exclusive(source, target)
     except OSError as exc:

@@ -3,7 +3,8 @@ Courtesy locks: they avoid duplicate work and show who is busy.
 
 No promise depends on them (docs/internals/durability.md): exclusive links decide what is committed. They are flocks:
 the system releases them when their holder dies, so no lock goes stale. On a network filesystem, the mount decides
-whether an flock reaches other hosts, and some filesystems lack flock; then two commands may do the same work.
+whether an flock reaches other hosts. If it does not, or if the filesystem lacks flock, two commands may do the same
+work.
 """
 
 import contextlib
@@ -134,7 +135,7 @@ def _holder_in(path: Path) -> str:
 
 
 def _introduced(path: Path) -> Any:
-    """Return the JSON in *path*, untrusted: not only `_introduce` may have written it."""
+    """Return the JSON in *path*; it is untrusted, since something other than `_introduce` may have written it."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return parse_json(os.pread(fd, _HOLDER_BYTES_MAX, 0))
@@ -145,7 +146,7 @@ def _introduced(path: Path) -> Any:
 def hosts_seen(folder: Path) -> dict[str, str]:
     """Return each host that has held a lock in *folder*, and when it last took one, according to the lock files."""
     hosts: dict[str, str] = {}
-    # Only doctor shows the hosts, so for a folder that cannot be listed, none will do.
+    # Only doctor shows the hosts, so a folder that cannot be listed may yield none.
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # being written, or not a lock of ours

@@ -73,7 +73,7 @@ def room_at(path: Path) -> Room:
     )
 
 
-class mapped_errors:  # noqa: N801  # used like a function; not a generator, since every operation enters it
+class mapped_errors:  # noqa: N801  # used like a function; a generator would slow down every operation
     """Turn an OSError into a StorageIO that states the attempted operation and its path."""
 
     __slots__ = ("_doing", "_path")
@@ -86,7 +86,7 @@ class mapped_errors:  # noqa: N801  # used like a function; not a generator, sin
         """Begin the operation."""
 
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        # StorageIO is an OSError, too; from an inner operation, it already states what failed.
+        # StorageIO is an OSError, too; one from an inner operation already states what failed.
         if exc is None or not isinstance(exc, OSError) or isinstance(exc, StorageIO):
             return
         path = self._path
@@ -117,7 +117,7 @@ def _lacks_inodes(path: Path) -> bool:
 
 
 def _access_problem(path: Path) -> str | None:
-    """Return a hint about *path*, or the nearest parent, if this process lacks access to it; None if it lacks none."""
+    """Return a hint on the first of *path* and its parents that this process cannot access; None if there is none."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):  # missing, or below an unreadable folder
             state = place.lstat()
@@ -186,7 +186,7 @@ def again_if_stale(
 
 def rename_exclusive(source: Path, target: Path) -> bool:
     """
-    Move *source* to *target* in one step, unless *target* exists; return whether it was free.
+    Move *source* to *target* in one step, unless *target* exists; return whether *target* was free.
 
     Raises:
         OSError: The system's error; EINVAL if the filesystem does not support this.

@@ -23,9 +23,9 @@ _spare: list[mmap.mmap] = []
 
 def bypass_cache(fd: int, on: bool) -> bool:
     """
-    Make writes to *fd* bypass the page cache, or use it again; return whether the filesystem supports this.
+    Make writes to *fd* bypass the page cache or, if not *on*, use it; return whether the filesystem supports this.
 
-    While they bypass it, the address, offset and size of each write must be multiples of the page size.
+    While writes bypass the cache, the address, offset and size of each must be multiples of the page size.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:

@@ -1,8 +1,7 @@
 """
 Read boxes of a composite's tensors into memory: only the boxes that a rank needs.
 
-Bytes are checked before they count, in chunks of 16 MiB, each read once: straight into its target if the chunk lies
-within one tensor.
+Bytes are verified in chunks of 16 MiB. Each chunk is read once: straight into its target if it lies within one piece.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +32,7 @@ class Boxes:
         self._objects = {stored.ref: stored for version in versions for stored in version.objects}
         self._wanted: dict[BlobRef, list[_Wanted]] = {}
         self._others: list[_Wanted] = []
-        """Pieces that must be computed: means, and coded pieces."""
+        """Pieces that must be computed, because they are converted, averaged or coded."""
 
     def add(
         self,
@@ -45,7 +44,7 @@ class Boxes:
         offsets: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Add the box at *offsets* of a tensor of *shape*, which is to fill *target*, in the box's own order."""
+        """Add a box, at *offsets* in a tensor of *shape*; `read` fills *target* with it, in the box's own order."""
         at, item_bytes = 0, by_code(dtype).bytes
         for first, elements in box_runs(shape, offsets, sizes):
             for piece in held_pieces(self._slices, held, dtype=dtype, offset=at, begin=first, end=first + elements):
@@ -98,7 +97,7 @@ def _read_object(repo: Repository, work: tuple[StoredObject, list[_Wanted]]) -> 
 
 
 def _scatter(chunk: memoryview, begin: int, wanted: Sequence[_Wanted], first: int) -> None:
-    """Copy the *chunk* at *begin* into the *wanted* pieces that it overlaps; *first* is the index of the first."""
+    """Copy the *chunk* at *begin* into the *wanted* pieces that it overlaps; no piece before index *first* does."""
     end = begin + len(chunk)
     for piece, target in wanted[first:]:
         if piece.object_offset >= end:

@@ -1,9 +1,9 @@
 """
 What a distributed state holds: parameters of the model, moments of the optimizer, and values.
 
-DCP knows only keys and tensors. Names and shapes tell the rest: below ``state.`` an optimizer has tensors named after
-parameters; the ones with the parameter's shape are its moments. Any unrecognized tensor is kept as a parameter
-under its whole key, so that only the names of layers depend on a guess.
+DCP knows only keys and tensors; everything else is inferred from names and shapes. An optimizer's tensors are below
+``state.`` and named after parameters; those with the same shape as their parameter are moments. Any unrecognized tensor
+is kept as a parameter under its whole key, so that a wrong guess affects only the names of layers.
 """
 
 import re
@@ -50,8 +50,8 @@ class Contents:
         """
         Classify *entries*, which are in the model's order.
 
-        A caller that knows more passes which keys are *aliases*, which parameters are *trained*, with moments or
-        without, and which keys are *of_optimizer*.
+        Callers that know more pass *aliases*, the keys of tied tensors; *trained*, the keys of trained parameters, even
+        those without moments; and *of_optimizer*, the keys of the optimizer's tensors.
         """
         aliases = _aliases(entries) if aliases is None else aliases
         own = {key: entry for key, entry in entries.items() if key not in aliases}

@@ -88,7 +88,7 @@ class Entry:
 
 
 def metadata_bytes(entries: Iterable[Entry]) -> bytes:
-    """Return the file for *entries*; several entries may refer to the same archive."""
+    """Return the content of ``.metadata`` for *entries*; several entries may refer to the same archive."""
     described: dict[Tree, Tree] = {}
     paths: dict[Tree, Tree] = {}
     places: list[Tree] = []
@@ -231,7 +231,7 @@ class _MetadataReader:
             yield (tensor_name, offset), self._fields(value, _PLACE)
 
     def _index(self, node: Tree) -> dict[Tree, Tree]:
-        """Return the fields of an index; as the key of a map, it comes as a tuple of class and attributes."""
+        """Return the fields of an index; an index that is a map's key is read as a tuple of class and attributes."""
         match node:
             case (name, *pairs) if name == _INDEX:
                 return {pair[0]: pair[1] for pair in pairs if isinstance(pair, tuple) and len(pair) == 2}

@@ -3,7 +3,7 @@ The keys of a composite's tensors and values in a distributed checkpoint.
 
 A commit saved by DCP keeps its keys. A commit saved by DeepSpeed gets the keys of
 ``torch.distributed.checkpoint.state_dict.get_state_dict``, nested and flattened, below ``model`` and ``optim``, and
-the keys that torchtitan and the HF Trainer use for the same tensors; its weights are the fp32 masters.
+the keys that torchtitan and the HF Trainer use for the same tensors; the fp32 masters are written as the weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,7 +70,8 @@ def names_of(
     *adam_step* decides whether step counters come from the base or from each layer.
 
     Raises:
-        LayoutMismatch: The base has no moments, or moments of no single parameter; or a layer has no step of its own.
+        LayoutMismatch: The base has no moments, or moments that belong to no single parameter; or a layer has no step
+            of its own.
     """
     base = composition.base
     check_has_moments(base)
@@ -102,7 +103,7 @@ def _of_dcp(
         tensor, held = described[saved.held.name], saved.held
         if isinstance(tensor, Buffer):  # in a layer that DeepSpeed saved
             held = replace(held, kind=Kind.BUFFERS)
-        elif held.kind is not Kind.OPTIMIZER:  # a version from another save may be frozen, or trained
+        elif held.kind is not Kind.OPTIMIZER:  # one save may freeze a parameter that another trains
             held = replace(held, kind=Kind.MASTER if slices.shards(Kind.MASTER, tensor.name) else Kind.WEIGHTS)
         dtype = _dtype(slices, held, tensor.shape, default=tensor.dtype)
         yield Named(path=saved.path, keys=(key,), dtype=dtype, shape=tensor.shape, layer=layers[tensor.name], held=held)

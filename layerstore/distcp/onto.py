@@ -117,8 +117,8 @@ def read_dcp(
     """
     Read the FSDP checkpoint in the folder *path* onto *base*; links in it are followed only with *follow*.
 
-    Return it as if DeepSpeed had saved it, and the function that stages it. The paths in its slices identify tensors
-    instead of files.
+    Return the checkpoint as if DeepSpeed had saved it, and the function that stages it. The paths in the checkpoint's
+    slices identify tensors instead of files.
 
     Raises:
         SourceCheckpoint: The checkpoint is incomplete, damaged or untrusted.
@@ -195,7 +195,7 @@ class _Reading:
         )
 
     def _has_its_own(self, file: SourceFile) -> bool:
-        """Whether the folder's file of this name differs from the base's; an export puts the base's file there."""
+        """Whether the folder has a file at this path that differs from the base's; an export copies the base's file."""
         path = self._folder.path / file.path
         if not path.is_file():
             return False
@@ -225,7 +225,7 @@ class _Reading:
     # -- names -----------------------------------------------------------------------------------------------------
 
     def _prefix(self, names: Collection[str], what: str) -> str:
-        """Return the folder's prefix of all *names*; if several fit, a usual prefix, otherwise the shortest."""
+        """Return the prefix of all *names* in the folder; if several fit, a usual prefix, otherwise the shortest."""
         keys = self._folder.entries.keys()
         first = next(iter(names), "")
         prefixes = {key.removesuffix(first) for key in keys if key.endswith(first)}

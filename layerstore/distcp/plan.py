@@ -71,7 +71,7 @@ def plan_save(
     of_optimizer: Collection[str] | None = None,
 ) -> PlannedSave:
     """
-    Plan a save of *items* on *world_size* ranks; *pattern* may name the layers.
+    Plan a save of *items* on *world_size* ranks; *pattern* finds the layer in a name, if given.
 
     *paths* are the paths of all keys in the nested state, in its order. *aliases*, *trained* and
     *of_optimizer* are for `Contents`.
@@ -140,7 +140,7 @@ def _keys_by_name(contents: Contents) -> dict[str, list[str]]:
 
 
 def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSource]]:
-    """Yield the *boxes* of a tensor as slices: as runs of elements if every box is one run."""
+    """Yield the *boxes* of a tensor as slices: as runs of elements if every box is one run, otherwise as boxes."""
     # Two runs are enough to know that a box is not a single run.
     runs = [[*islice(box_runs(item.shape, item.offsets, item.sizes), 2)] for item in boxes]
     are_runs = all(len(runs_of_box) == 1 for runs_of_box in runs)

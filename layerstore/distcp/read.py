@@ -148,7 +148,7 @@ class DcpFolder:
             offset = located.offset_bytes + tensor.offset * item
             for first, elements in box_runs(entry.shape, chunk.offsets, chunk.sizes):
                 count += 1
-                # A chunk of a few columns has a run for each row: a file's sizes must not fill the memory.
+                # A chunk of a few columns has a run for each row: do not let sizes from a file fill the memory.
                 if count > RENAMED_RUNS_MAX:
                     raise Unsupported(f"{self.path}: {entry.key!r} lies in more than {RENAMED_RUNS_MAX} pieces")
                 yield FileRun(first=first, elements=elements, path=located.path, offset_bytes=offset)

@@ -1,7 +1,7 @@
 """
 Ingest a PyTorch distributed checkpoint by itself: nothing from DeepSpeed is known or needed.
 
-Tensors are cut into slices during the read, the fewest that keep objects small. Everything else becomes one state.
+As they are read, tensors are cut into the fewest slices that keep objects small. Everything else becomes one state.
 """
 
 import re
@@ -56,8 +56,8 @@ def read_standalone(
     """
     Read the DCP checkpoint in the folder *path*, as step *step* if given, otherwise as the step in the checkpoint.
 
-    Return it as if DeepSpeed had saved it, and the function that stages it. The paths in its slices identify tensors
-    instead of files.
+    Return the checkpoint as if DeepSpeed had saved it, and the function that stages it. The paths in the checkpoint's
+    slices identify tensors instead of files.
 
     Raises:
         SourceCheckpoint: The checkpoint is incomplete, damaged or untrusted.
@@ -121,7 +121,7 @@ def _counts(contents: Contents, values: Mapping[str, Tree]) -> dict[str, int]:
 
 
 def _step(folder: DcpFolder, values: Mapping[str, Tree], counts: Collection[int], *, given: int | None) -> int:
-    """Return *given*, or the step from the trainer's own file, a value, or the optimizer's number of updates."""
+    """Return *given*; if None, the step in the trainer's own file, else in a value, else the number of updates."""
     path = folder.path / TRAINER_STATE
     stated = step_of_trainer(path) if path.is_file() else None
     if stated is None:

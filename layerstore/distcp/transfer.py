@@ -42,7 +42,7 @@ class Wanted:
 
 Versions = Mapping[str, BlobRef]
 StageStates = Callable[[Staging, ObjectWriter, Versions], tuple[tuple[BlobRef, ...], Sequence[str]]]
-"""Stages everything that is not a layer; returns its states, and notes for the user."""
+"""Stages everything that is not a layer; returns references to the states, and notes for the user."""
 
 
 def stage(
@@ -118,7 +118,7 @@ def _staged(staging: Staging, compact: CompactLayers, layer: str, source: Object
 
 
 class _TensorReader(Reader):
-    """Reads the folder's tensors, in the store's types, by the paths in slices, and its files by their own paths."""
+    """Reads the folder's files by their own paths, and its tensors, in the store's types, by the paths in slices."""
 
     def __init__(self, wanted: Mapping[Path, Wanted], files: SourceReader, checksums: Checksums) -> None:
         self._wanted = wanted

@@ -32,7 +32,7 @@ from layerstore.storage import Repository
 from layerstore.tree import Storage, Tree, new_tensor
 
 _CHUNK_BYTES = 256 * MIB
-"""A reader takes whole chunks into memory, though each rank needs only a part."""
+"""The limit for chunks of several rows: readers load whole chunks into memory, though each rank needs only a part."""
 
 _PAGES_FROM_BYTES = 16 * PAGE_BYTES
 """Archives of at least this size are page-aligned, so that the kernel can copy or share pages."""
@@ -46,7 +46,8 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     Decide which tensors go into which files; *adam_step* chooses the base's step counters or each layer's.
 
     Raises:
-        LayoutMismatch: The layers do not fit together, or the base has no moments, or moments of no single parameter.
+        LayoutMismatch: The layers do not fit together, or the base has no moments, or moments that belong to no
+            single parameter.
     """
     started = time.monotonic()
     base = composition.base
@@ -63,7 +64,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
     if any(file.path == TRAINER_STATE for file in state.files):
         beside += [file for file in state.files if file.path in {TRAINER_STATE, "scheduler.pt"}]
-        # Accelerate and the Trainer have one folder for the model and one for the optimizer: both point to these files.
+        # Accelerate and the Trainer use one folder for the model, one for the optimizer: both refer to the files above.
         above = metadata_bytes(writer.entries(below="../"))
         files += (literal_file(f"{folder}/{DCP_METADATA}", above) for folder in FSDP_FOLDERS)
     trained = (

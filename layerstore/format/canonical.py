@@ -154,7 +154,7 @@ def _map_in_order(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
 
 @lru_cache(maxsize=1024)
 def _are_texts_in_order(keys: tuple[object, ...]) -> bool:
-    """Whether *keys* are sorted texts; cached, as a record has hundreds of maps of four kinds."""
+    """Whether *keys* are sorted texts; cached, as a record's hundreds of maps have only four sets of keys."""
     texts = [key for key in keys if type(key) is str]
     return len(texts) == len(keys) and texts == sorted(texts)
 

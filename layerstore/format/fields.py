@@ -67,7 +67,7 @@ def _plain_items(values: tuple[Any, ...]) -> list[Plain]:
 
 
 def _fields_writer(cls: Any) -> FieldWriter:
-    """Return a function that writes a dataclass; plain fields are copied all at once, since a save has a million."""
+    """Return a function that writes a dataclass; plain fields are copied all at once: a save has a million fields."""
     fields = sorted(dataclasses.fields(cls), key=lambda field: field.name)
     names = tuple(field.name for field in fields)
     may_lack = [(field.name, field.default) for field in fields if "omitted" in field.metadata]
@@ -104,7 +104,7 @@ def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
 
 @cache
 def _reader_of(cls: Any) -> FieldReader:
-    """Return a function that reads a *cls*: it only checks plain fields; other fields have their own readers."""
+    """Return a function that reads a *cls*: plain fields need only checks; other fields have their own readers."""
     fields = dataclasses.fields(cls)
     names = frozenset(field.name for field in fields)
     may_lack = frozenset(field.name for field in fields if "omitted" in field.metadata)

@@ -227,7 +227,7 @@ def encode_blob(
     objects: Sequence[PackedObject] = (),
     references: Sequence[PackedObject] = (),
 ) -> bytes:
-    """Return the bytes of *blob*; for a version without objects, pass them packed: *objects* and *references*."""
+    """Return the bytes of *blob*; a version without objects gets them packed, as *objects* and *references*."""
     assert not (objects or references) or (isinstance(blob, LayerVersion) and objects and not blob.named)
     if objects:
         whole = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(blob)).items()}
@@ -335,7 +335,7 @@ def decode_state(data: bytes, *, ref: BlobRef) -> RankState:
 
 
 def ref_of(data: bytes) -> BlobRef:
-    """Return the name and size of *data*."""
+    """Return the id and size of *data*."""
     return BlobRef(id=object_id(data), size_bytes=len(data))
 
 

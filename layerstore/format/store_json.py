@@ -1,9 +1,9 @@
 """
 ``store.json``: the file that makes a folder a store.
 
-It is JSON so that people can read it, with a checksum over its canonical text so that programs can trust it. The fields
-``format`` and ``needs`` exist in every format: any layerstore, past or future, can decide whether to read on, and a
-later format can state which layerstore reads it.
+It is JSON so that people can read it, with a checksum over its canonical text so that programs can trust it. The field
+``format`` exists in every format, so that any layerstore, past or future, can decide whether to read on; a later format
+may state in ``needs`` which layerstore reads it.
 """
 
 import json
@@ -32,9 +32,9 @@ class StoreIdentity:
     store_id: str = field(metadata={"check": "id"})
     """32 random hex digits; index folders are named after it."""
     hash: str
-    """The algorithm that names objects."""
+    """The algorithm that gives objects their ids."""
     created: str
-    """When the store was made, by the maker's clock; for people."""
+    """When the store was made, by its maker's clock; only people use this."""
     flags: tuple[str, ...] = ()
 
     @property
@@ -75,7 +75,7 @@ class StoreIdentity:
             raise _damaged(what, exc.message) from exc
         if identity.hash != HASH:
             raise Unsupported(f"{what} names its objects by {identity.hash!r}; this layerstore knows {HASH}")
-        # No byte may change unnoticed, not even in spelling.
+        # No change may go unnoticed, not even one of spelling, which the checksum does not cover.
         if identity.encode() != data:
             raise _damaged(what, "it is not as it was written")
         return identity
@@ -83,11 +83,11 @@ class StoreIdentity:
 
 def format_of(data: bytes, *, what: str, known: int = FORMAT) -> int:
     """
-    Return the format that the ``store.json`` *data* states; checks nothing else.
+    Return the format that the ``store.json`` *data* states, without checking the other fields.
 
     Raises:
         Unsupported: The format is newer than *known*.
-        IntegrityError: No format is stated.
+        IntegrityError: No format is stated, or its number is damaged.
     """
     fields = _parse(data, what)
     stated = fields.get("format")

@@ -41,7 +41,7 @@ class Delta:
 
     @staticmethod
     def unplanned() -> InvalidInput:
-        """Return why there is no plan."""
+        """Return the error that explains why there is no plan."""
         return InvalidInput("a delta cannot be planned", hint="the changes are known only after reading both: write it")
 
     def write(

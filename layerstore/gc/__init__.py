@@ -1,4 +1,4 @@
-"""Remove commits by retention rules, and objects that nothing needs; drop and undrop."""
+"""Remove commits by retention rules, and objects that nothing needs; drop and undrop commits."""
 
 from layerstore.gc.collect import (
     GcOutcome,

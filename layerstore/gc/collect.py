@@ -1,8 +1,8 @@
 """
 Collect: remove the commits that retention does not keep, then the objects that nothing needs.
 
-`plan_gc` decides and writes nothing; `execute_gc` carries a plan out while others use the store. Records go first;
-objects are moved aside and checked again, so that writers and readers need not wait (docs/internals/durability.md).
+`plan_gc` only decides; `execute_gc` carries a plan out while others use the store. Records are removed first; objects
+are moved aside, then checked again, so that writers and readers need not wait (docs/internals/durability.md).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class GcOutcome:
     """Every visible commit, run by run, newest first."""
     objects: Gone
     orphans: Gone
-    """The part of *objects* that no removed commit refers to: left by killed writers, or kept by the trash so far."""
+    """The part of *objects* that no removed commit refers to: left by killed writers, or so far kept by the trash."""
     young: Gone
     """Unneeded objects that are too young to go: a writer may be about to refer to them."""
     unfinished: Gone
@@ -50,7 +50,7 @@ class GcOutcome:
     dropped: tuple[str, ...] = ()
     """The dropped and replaced commits that leave the trash for good, as RUN@STEP."""
     waiting: Gone = field(default_factory=Gone)
-    """Objects that stay aside until the next collection, because other nodes' listings may be late."""
+    """Objects that stay aside until the next collection, because other nodes may still see stale listings."""
     notes: tuple[str, ...] = ()
     """What the user should know."""
 
@@ -113,9 +113,9 @@ class GcPlan:
 
 def has_work(facts: Facts, run: str) -> bool:
     """
-    Whether the rules of *facts* would remove anything of *run*; savers call this after each commit.
+    Whether the rules of *facts* would remove anything of *run*, or have to report that no commit has their metric.
 
-    Marks nothing, and reads only records that *facts* does not know yet; the collection itself reads all.
+    Savers call this after each commit: unlike a collection, it reads only records that *facts* does not know yet.
     """
     repo = facts.repo
     view = repo.catalog.find(run)
@@ -132,7 +132,7 @@ def has_work(facts: Facts, run: str) -> bool:
 @concluding("nothing was removed")
 def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPlan:
     """
-    Decide what to remove; writes nothing but a probe for the filesystem's time.
+    Decide what to remove; writes nothing, but touches a folder to read the filesystem's clock.
 
     Raises:
         IntegrityError: A record, pin, part or blob cannot be read, so what it needs is unknown; or commits would go
@@ -140,7 +140,7 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
     """
     # Taken first, so that whatever is written while we look counts as younger.
     now_ns = repo.aside.now_ns()
-    # A short grace must not end saves that take hours; a grace of 0 may, as it promises that nobody writes.
+    # A short grace period must not end saves that take hours; 0 may, since with 0 the user promises that nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
     facts = Facts(repo, request.keep)
     runs = chosen(facts, request, now_ns)
@@ -159,7 +159,7 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
             with named(f"{fate.run}@{fate.step}"):
                 planned = plan_trim(repo, repo.catalog.commit(fate.name))
             marks.check_present(add_needs(marks.needs, planned), holder=fate)
-    # If no commit goes, no possible replacement for a lost object goes either, so nothing need be whole.
+    # If no commit goes, no possible replacement for a lost object goes either, so lost objects may be ignored.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
     old, young = _tally(repo, fates, marks)
     leftovers = repo.aside.leftovers(before_ns=marks.dead_before_ns)
@@ -198,7 +198,7 @@ def _old_trash(repo: Repository, before_ns: int) -> tuple[list[RecordName], list
 
 
 _ByCommit = dict[int | None, Gone]
-"""What nothing needs now, by the number of the commit that it is charged to; None if no commit refers to it."""
+"""Sums of unneeded objects, by the number of the removed commit that refers to them; None if no such commit does."""
 
 
 def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> tuple[_ByCommit, _ByCommit]:
@@ -269,7 +269,7 @@ def _check_metric(repo: Repository, keep: Keep, runs: Sequence[tuple[RunView, Se
 def _commit_fates(
     repo: Repository, fates: Sequence[CommitFate], old: _ByCommit, young: _ByCommit
 ) -> tuple[CommitFate, ...]:
-    """Return the fates with the bytes that go with each."""
+    """Return *fates*, each with its commit's reference and the bytes that the commit's removal frees."""
     references = references_to(repo, fates)
     return tuple(
         replace(
@@ -313,7 +313,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
         freed = Gone()
         while True:
             full = take_aside(repo, plan.marks, progress)
-            listed = repo.aside.ids()  # another collection moves and settles later arrivals
+            listed = repo.aside.ids()  # objects that another collection moves aside later are left to it
             _look_again(plan)
             hold.check()  # if another collection took the lock, it settles what lies aside
             gone, waiting = settle(repo, plan.marks, listed)
@@ -371,7 +371,7 @@ def _remove_idle_parts(repo: Repository, plan: GcPlan) -> None:
 
 
 def _remove_records(repo: Repository, plan: GcPlan) -> None:
-    """Remove the records that go and the old trash; first retire the commits that they hide, or these reappear."""
+    """Remove the records that go, and old trash; first retire commits that a record hides, or they would reappear."""
     for view, fates in plan.runs:
         if view.hidden:
             for row in view.visible:

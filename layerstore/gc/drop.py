@@ -1,7 +1,8 @@
 """
 Drop and undrop: move a commit's record to the trash, and back.
 
-Nothing is freed until a collection removes the record from the trash, by age. Commits that inherited layers keep them.
+Nothing is freed until the record is old enough for a collection to remove it from the trash. Commits that inherited
+layers from the dropped commit keep them.
 """
 
 import contextlib
@@ -34,9 +35,9 @@ class Dropped:
     """Its reference while it was visible."""
     commit: str
     size_bytes: int
-    """Bytes freed when a collection removes it from the trash; bytes shared by several commits count with the first."""
+    """Bytes freed when it leaves the trash for good; bytes that dropped commits share count with the first."""
     inherited_by: tuple[str, ...]
-    """Commits of the run that stay and that inherited layers from this one, in step order."""
+    """The run's remaining commits that inherited layers from this commit, in step order."""
     pins: tuple[str, ...]
     """Pins of this commit, which keep what it needs."""
     tip: str | None
@@ -102,7 +103,7 @@ def execute_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] =
     """
     Move the commits *refs*, and all commits of *runs*, to the trash, durably.
 
-    If this raises as `plan_drop` does, nothing was moved. If the disk fails at a commit, the ones before it were moved.
+    If `plan_drop` raises, nothing was moved. If the disk fails at a commit, the commits before it were moved.
     """
     repo.prepare_saving()
     refs, runs = list(refs), list(runs)
@@ -169,8 +170,8 @@ def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
     """
     Return the damaged records at the step of *ref*; none if *ref* is not a step of a run.
 
-    A record that cannot be read just now, or not by this version of layerstore, is not damaged; nor is a renamed
-    record, which is sound under its old name.
+    A record that temporarily cannot be read, or that needs another version of layerstore, is not damaged; nor is a
+    renamed record, which is sound under its old name.
     """
     reference = parse_reference(ref)
     if reference.step is None or not repo.records.names(reference.name):
@@ -189,7 +190,7 @@ def _is_damage(repo: Repository, problem: LayerstoreError) -> bool:
 
 
 def _is_moved(repo: Repository, problem: IntegrityError) -> bool:
-    """Whether a record only needs its own name back, which is neither listed nor in the trash."""
+    """Whether the record was merely renamed, and no record has its old name, either in the run or in the trash."""
     folder, _, place = str(problem.facts.get("written_as", "")).partition("/")
     run, _, file_name = place.partition("/")
     own = name_in(run, file_name) if folder == "commits" and is_name(run) else None
@@ -296,8 +297,8 @@ def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str, othe
     """
     Return the commits of *names*, all of *run*, that can come back together with *others*.
 
-    Of several commits with the same attempt and step, only the one dropped last can. If an attempt's number was reused,
-    only commits of the newest attempt with that number can.
+    Of several commits with the same attempt and step, only the one dropped last can come back. If an attempt's number
+    was reused, only commits of the newest attempt with that number can come back.
 
     Raises:
         IntegrityError: A commit is damaged; skipping it might bring back an older commit of the same step.
@@ -321,7 +322,7 @@ def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str, othe
 
 
 def _check_places(repo: Repository, named: Mapping[str, Commit]) -> None:
-    """Raise Conflict unless each of the commits *named* can return to its attempt and step, with the others."""
+    """Raise Conflict unless all of the commits *named* can return together, each to its attempt and step."""
     views = [view for run in {commit.run for commit in named.values()} if (view := repo.catalog.find(run)) is not None]
     visible = {_place(row): row for view in views for row in view.visible}
     replaced = {old: row for view in views for row in view.rows.values() for old in row.supersedes}

@@ -1,5 +1,5 @@
 """
-Mark: find what is needed; read the records, pins, open parts and trash themselves, never the index.
+Mark: find what is needed, from the records, pins, parts of unfinished saves and trash themselves, not from the index.
 
 Anything unreadable outside the trash stops the collection, because what it needs is unknown.
 """
@@ -80,8 +80,9 @@ class Marks:
         """
         Make sure that *refs*, which *holder* is the first to need, exist, in ``objects/`` or aside.
 
-        While a commit that stays is incomplete, no other may go: it might hold the only replacement. Parts are not
-        checked: their writer has just checked them. Objects in the listing, perhaps millions, need no call each.
+        While a commit that stays is incomplete, no other commit may go, since that commit might hold the only
+        replacement. Parts are not checked: their writer has just checked them. Objects, perhaps millions, are looked up
+        one by one only if the store's listing lacks them.
 
         Raises:
             IntegrityError: An object is missing.
@@ -202,7 +203,7 @@ class Marks:
 
 
 def is_blob(repo: Repository, ref: BlobRef) -> bool:
-    """Whether the object *ref* is there, has the magic of a version or state blob, and is small enough for a blob."""
+    """Whether the object *ref* exists, has the magic of a version or state blob, and is small enough for a blob."""
     if ref.size_bytes > BLOB_BYTES_MAX:
         return False
     try:
@@ -214,11 +215,11 @@ def is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
     """
-    Return, for each of *going*, an upper bound of the bytes that only *going* keeps; shared bytes count with the first.
+    Return, for each of *going*, at most how many bytes are freed if all of them go; shared bytes count with the first.
 
-    Bytes that pins need, or the commits next to each of *going*, of any attempt, are not counted. A run has too many
-    blobs to read all: of other commits, only versions shared with *going*, and states of the same step, are excluded.
-    So an object that another version needs too, such as a reference, is still counted.
+    What pins need is left out, and so is what the commits next to each of *going* need, whatever their attempts. The
+    other commits have too many blobs to read: of what they need, only versions shared with *going*, and states of the
+    same step, are left out. So an object that a different version needs too, such as a reference, is still counted.
     """
     ids = {commit.id for commit in going}
     others = Needs(repo)
@@ -267,7 +268,7 @@ def _shared_with_others(repo: Repository, going: Sequence[Commit]) -> Iterator[B
 
 
 def notes_on_exact(repo: Repository, view: RunView, going: Set[str]) -> tuple[str, ...]:
-    """Return a note if the last save of *view* that was kept bit for bit is among *going*, and other saves stay."""
+    """Return a note if *going* has the last exact saves of *view*, no pin keeps an exact one, and other saves stay."""
     stay = [row for row in view.visible if row.id not in going]
     goes = any(row.is_exact for row in view.visible if row.id in going)
     pinned = (pin.record for pin in repo.records.readable_pins() if pin.record.run == view.run)
@@ -320,7 +321,7 @@ def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may he
         yield
     except IntegrityError as exc:
         remedies = (
-            # A renamed record needs only its old name; a record that it overwrote needs a copy.
+            # A renamed record needs only its old name; if the rename overwrote another record, that one needs a copy.
             exc.hint if "written_as" in exc.facts else None,
             f"layerstore repair --from COPY {copy_helps}",
             gives_up and f"{gives_up} gives it up{' if it is a copy' if 'written_as' in exc.facts else ''}",

@@ -69,7 +69,7 @@ class _Fact:
     metrics: dict[str, float]
     """The metric that a rule is about, if it was measured."""
     waits_for_log: bool
-    """Whether the metric may still come with the log of the attempt's next commit, which did not exist at the time."""
+    """Whether the metric may still come with the log of the attempt's next commit: none existed when this was read."""
     has_moments: bool | None = None
     """None until a rule needs to know."""
 
@@ -89,10 +89,10 @@ Pins = Mapping[CommitId, Sequence[tuple[str, RecordRow]]]
 
 class Facts:
     """
-    What the rules of *keep* need to know about records and pins; each file is read once, as it never changes.
+    What the rules of *keep* need to know about records and pins, remembered so that few files are read again.
 
     Each collection uses new Facts, so that it decides by the files as they are now. A saver, which asks after each
-    commit whether there is work, keeps the same Facts.
+    commit whether a collection would have work, always uses one Facts object.
     """
 
     def __init__(self, repo: Repository, keep: Keep) -> None:
@@ -173,8 +173,8 @@ def _saved_ns(repo: Repository, commit: Commit) -> int:
     """
     Return when *commit* was saved: the later of its record's time and its file's.
 
-    The record's time may be wrong, like the node's clock; the file's time is from the filesystem's clock, which rules
-    also use for the present. But a trimmed commit's file is only as old as the trim.
+    The record's time comes from a node's clock, which may be wrong; the file's time from the filesystem's clock, which
+    rules also use for the present. For a trimmed commit, the record's time alone counts, since the trim wrote the file.
     """
     record = commit.record
     if WITHOUT_MOMENTS in record.flags:
@@ -193,7 +193,7 @@ def choose(
     elsewhere: Container[object] | None = None,
 ) -> tuple[CommitFate, ...]:
     """
-    Return the fate of each visible commit of *view*, newest first; without *keep* all stay.
+    Return the fate of each visible commit of *view*, newest first; without *keep*, all stay.
 
     With *elsewhere*, commits that are not in it stay as they are.
 
@@ -252,7 +252,7 @@ def _fates(facts: Facts, view: RunView, keep: Keep | None, pins: Pins, now_ns: i
 
 
 def _pin_of(row: RecordRow, pins: Pins) -> str | None:
-    """Return a pin with exactly the layers of *row*, or None: a pinned composite keeps other layers."""
+    """Return a pin with exactly the layers of *row*, or None; a pinned composite on this base has other layers."""
     for name, pinned in pins.get(row.id, ()):
         if (pinned.layer_names, pinned.versions) == (row.layer_names, row.versions):
             return name

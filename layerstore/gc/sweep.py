@@ -1,7 +1,7 @@
 """
 Sweep: move unneeded objects aside, check again, and unlink them.
 
-Readers and writers need not wait (docs/internals/durability.md); `tests/gc/model.py` models this.
+Readers and writers need not wait (docs/internals/durability.md); `tests/gc/model.py` models the protocol.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class Gone:
 
 
 def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO | None:
-    """Move old unneeded objects aside; on a full disk return the error, since unlinking objects aside makes room."""
+    """Move old unneeded objects aside; on a full disk return the error, so that the caller can make room."""
     try:
         for unneeded in marks.unmarked_old():
             repo.aside.take(unneeded.ref.id)
@@ -49,7 +49,7 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
 
     Return what was removed, and what waits. Blobs go first; each object is checked again right before it is unlinked.
 
-    This also settles what a killed collection left aside. On a network filesystem another node's listing may be late,
+    This also settles what a killed collection left aside. On a network filesystem another node's listing may be stale,
     so objects moved aside within the grace period stay aside until the next collection.
     """
     back: list[BlobRef] = []
@@ -80,7 +80,7 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
     for unneeded in marks.aside(ref.id for ref in old if ref.id not in blobs):
         if not unneeded.is_young:
             sums[_remove(repo, marks, unneeded.path)] += Gone(1, unneeded.ref.size_bytes)
-    # One sync for all objects: if a power cut before it brings some back, the next collection removes them again.
+    # One sync for all objects: if the power fails before it and some reappear, the next collection removes them again.
     repo.aside.sync()
     return sums[True], sums[False]
 

@@ -23,11 +23,11 @@ class Trim:
     versions: dict[BlobRef, bytes]
     """The replacement's version blobs, with their bytes."""
     objects: tuple[BlobRef, ...]
-    """The objects that the version blobs name."""
+    """The objects that the version blobs refer to."""
 
 
 def has_moments(repo: Repository, record: CommitRecord) -> bool:
-    """Whether *record* has moments; the first layer usually decides."""
+    """Whether *record* has moments; reading its first layer is usually enough."""
     return WITHOUT_MOMENTS not in record.flags and any(
         stored.kind is Kind.OPTIMIZER for entry in record.layers for stored in repo.version(entry.version).objects
     )
@@ -66,7 +66,7 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
 
 
 def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
-    """Add what *trim* will need to *needs*; return the objects that exist already and were not needed before."""
+    """Add to *needs* what *trim* will need; return the objects that exist already and were not needed before."""
     needs.add(trim.versions)
     new = needs.add(trim.objects)
     for state in trim.commit.record.states:

@@ -40,7 +40,7 @@ class UpdatesSince:
     tag: str
     """The name of DeepSpeed's folder after the updates."""
     counts: Mapping[int, int]
-    """By sub-group: how many updates its optimizer has made in all."""
+    """By sub-group: how many updates it has had in all."""
     settings: Mapping[int, Mapping[str, Tree]]
     """By param group: its settings after the updates."""
     is_nothing: bool
@@ -59,8 +59,8 @@ def since(
     Compare *state*, which *earlier* saved, with the update count and the settings of each parameter in *later*.
 
     Raises:
-        LayoutMismatch: Parameters that share a counter or a setting have different values; or there are fewer
-            updates than before.
+        LayoutMismatch: Parameters that share a counter or a setting differ in it; a count or a setting is missing; or
+            *later* has fewer updates than *earlier*.
     """
     shapes, inner = sub_group_shapes(TreeView.of(state.model)), inner_optimizer(state)
     counts: dict[int, int] = {}
@@ -128,7 +128,7 @@ def _agreed(values: Mapping[str, Any], what: str) -> Any:
 
 
 def advance(state: RankState, updates_since: UpdatesSince, files: Mapping[str, SourceFile]) -> RankState:
-    """Return *state* after the updates in *updates_since*; *files* replace its own files of the same names."""
+    """Return *state* after the updates in *updates_since*; *files* replace its own files at the same paths."""
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     states: dict[Tree, Tree] = {
         group: changed(
@@ -192,7 +192,7 @@ def _counters(model: TreeView, updates: int) -> Iterator[tuple[Tree, Tree]]:
 
 
 def _like(old: Tree, new: Tree) -> Tree:
-    """Return *new* as the kind of sequence that *old* is: in DeepSpeed, settings from JSON have lists."""
+    """Return *new* as the kind of sequence that *old* is: settings that DeepSpeed reads from JSON are lists."""
     if isinstance(old, list) and isinstance(new, tuple):
         return list(new)
     if isinstance(old, tuple) and isinstance(new, list):

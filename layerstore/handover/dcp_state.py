@@ -1,7 +1,8 @@
 """
 What a DCP commit keeps besides its layers: the keys under which the layers' tensors were saved, and all values.
 
-It is stored as a rank's state; the first rank's holds what all ranks share. Values are inert trees, as in DeepSpeed's.
+It is stored as a rank's state; the first rank's state has what all ranks share. Values are inert trees, as in the
+states of a DeepSpeed commit.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ KeyPath = tuple[str | int, ...]
 """The way to a value in a nested state."""
 
 PARAM_GROUPS = "param_groups."
-"""Precedes the settings of an optimizer's groups in their keys."""
+"""In the key of an optimizer's setting, the part before the group and the setting."""
 
 CLIENT_STATE = "client_state"
 """The key of the state that a saver's user adds; ``history/metrics.py`` reads it."""
@@ -56,7 +57,7 @@ class SavedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpState:
-    """Everything that was saved, by key; of tensors that layers hold, only the names."""
+    """Everything that was saved, by key; for tensors that layers hold, only where they are."""
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, SavedValue]
@@ -162,7 +163,7 @@ def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str
 
 
 def plain_setting(tree: Tree, what: str) -> Tree:
-    """Return a setting, a one-number tensor as its number; raises LayoutMismatch about *what* for other tensors."""
+    """Return a setting, a tensor of one number as that number; raises LayoutMismatch about *what* for other tensors."""
     if not isinstance(tree, Tensor):
         return tree
     number = number_of(tree)
@@ -172,6 +173,6 @@ def plain_setting(tree: Tree, what: str) -> Tree:
 
 
 def updates_counted(tree: Tree) -> int | None:
-    """Return how many updates *tree* counts; None if not a whole number below `STEP_MAX`: floats count no further."""
+    """Return how many updates *tree* counts; None unless that is a whole number from 0 to below `STEP_MAX`."""
     number = number_of(tree)
     return int(number) if number is not None and 0 <= number < STEP_MAX and number == int(number) else None

@@ -88,7 +88,7 @@ def _parts(parameter: str) -> list[str]:
 
 def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[str], adapter: str) -> dict[str, str]:
     """
-    Return the *parameters* that PEFT saves for a LoRA adapter with *config*, by their names in its file.
+    Return the *parameters* that PEFT saves for a LoRA adapter with *config*, by their names in the adapter's file.
 
     Raises:
         Unsupported: The adapter is not LoRA: other methods have rules of their own.
@@ -137,7 +137,7 @@ def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> W
 
 def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
     """
-    Plan a *file* next to the shards: an adapter's weights with the values of the chosen layers, any other unchanged.
+    Plan a *file* next to the shards: an adapter's weights with the chosen layers' values, any other file unchanged.
 
     *own* are the parameters of the layers that the base itself saved.
 
@@ -278,7 +278,7 @@ def header_of(repo: Repository, file: SourceFile) -> tuple[bytes, int]:
     if isinstance(content, bytes):
         return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
     begin = whole(content, 0).object_offset
-    repo.objects.verify(content.object)  # now, as the header decides what is written, and might not be read again
+    repo.objects.verify(content.object)  # now: the header decides what is written, and might not be read again
     with repo.objects.open(content.object) as source:
         header = read_header(path, lambda start, count: source.read_at(begin + start, count), content.size_bytes)
     return header, content.size_bytes

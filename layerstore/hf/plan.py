@@ -1,7 +1,7 @@
 """
 The format ``hf``: a composite's weights as a folder that Transformers (or PEFT) loads; the optimizer is not read.
 
-A sibling of ``zero3``: an output format plans its files, and ``assemble`` and ``target`` do the rest.
+Like ``zero3``, this format only plans its files; ``assemble`` and ``target`` write them.
 """
 
 import json
@@ -64,7 +64,7 @@ def plan_export(
     started = time.monotonic()
     wanted_code, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
     base = composition.base
-    # An export has no moments, so the layers may have different moments.
+    # An export has no moments, so the layers' optimizer states may differ.
     versions = load_versions(repo, composition, states=False)
     slices, own = composition.slices(repo, versions), composition.own_parameters(versions)
     state = repo.state(base.states[0])  # the first rank's, which includes everything that no rank owns
@@ -158,7 +158,7 @@ def goes_along(path: str, *, tag: str) -> bool:
     """
     Whether the base's small file *path* belongs to the model: its config, tokenizer, processor, code, card.
 
-    All files but those with a few known names do, since tokenizers are free to name their files.
+    All files belong to the model but those with a few known names, since a tokenizer may give its files any names.
     """
     file = PurePosixPath(path)
     is_of_training = file.parts[0] == tag or file.name in _TRAINING_NAMES or file.suffix in _TRAINING_SUFFIXES
@@ -229,7 +229,7 @@ def parse_config(data: bytes) -> dict[str, object]:
 
 
 def config_with_dtype(fields: dict[str, object], code: str) -> dict[str, object]:
-    """Return a config with *fields*, and the configs inside it, for weights of the element type *code*."""
+    """Return the config *fields* with the element type *code*, which the configs inside it get too."""
     name = by_code(code).torch_name
     new_fields = _with_dtype(fields, name)
     if not {"dtype", "torch_dtype"} & new_fields.keys():

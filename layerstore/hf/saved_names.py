@@ -155,7 +155,7 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
 
 
 def _places(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Return where each index of *shape* begins, the last dimension fastest."""
+    """Return the offset of each index of *shape*; the last dimension varies fastest."""
     if prod(shape) > RENAMED_RUNS_MAX:
         raise Unsupported(f"{_TRANSFORMERS} rearranges this model's weights element by element")
     places = [0]

@@ -2,7 +2,7 @@
 Decide which tensors an export for Transformers has, and their names.
 
 Values always come from the chosen layers. The base's own weights files supply the names, and anything that no layer
-holds. If their names or shapes differ from those of the layers, we ask Transformers, in a process of its own, how it
+holds. If names or shapes in these files differ from the layers', we ask Transformers, in a process of its own, how it
 writes the model; if Transformers does not know, the export is refused.
 """
 
@@ -71,7 +71,7 @@ class ExportTensors:
         if nothing was saved.
 
         Raises:
-            LayoutMismatch: The base's files name a tensor that the chosen layers lack.
+            LayoutMismatch: The base's files contain a tensor that the chosen layers lack.
             Unsupported: Two tensors would have the same name, or Transformers does not know the names.
         """
         known = suppliers_of(self.parameters.values(), self.buffers.values())
@@ -191,7 +191,7 @@ class ExportTensors:
         return WeightTensor(name=name, dtype=dtype, shape=shape, source=source, layer_name=supplier)
 
     def _add_rest(self, parameters: list[str], *, has_saved: bool) -> None:
-        """Add the *parameters* that no file of the base names; buffers only if there is no such file."""
+        """Add the *parameters* that are in no weights file of the base; buffers only if the base has no such file."""
         suppliers = [*parameters, *([] if has_saved else self.buffers)]
         bare = {name: name if is_of_adapter(name) else strip_wrappers(name) for name in suppliers}
         uses = Counter(bare.values())

@@ -105,7 +105,7 @@ def _logged_later(repo: Repository, record: CommitRecord, view: RunView | None) 
     """Return what the log of the attempt's next commit has for the step of *record*."""
     rows = [] if view is None else view.of_attempt(record.attempt)
     after = bisect_right(rows, record.step, key=attrgetter("step"))
-    # A damaged commit is reported when a caller asks for it.
+    # If the next commit is damaged, that is reported when a caller asks for that commit itself.
     with suppress(IntegrityError, NotFound):
         for row in rows[after : after + 1]:
             state = _first_state(repo, repo.catalog.commit(row.name).record)

@@ -12,7 +12,7 @@ from layerstore.states import ObjectContent, RankState
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, replace_tensors
 
-_ROW = struct.Struct(">16sQ")  # an id and a size; rows sorted as bytes are in the order of their ids
+_ROW = struct.Struct(">16sQ")  # an id and a size: sorting rows as bytes sorts them by id
 
 
 class NumberedRefs:
@@ -67,7 +67,7 @@ def named_by(repo: Repository, blob: BlobRef, *, reads_tensors: bool = True) -> 
     """
     Return the objects that *blob*, a version or a rank's state, needs.
 
-    For a version, *reads_tensors* makes this check the tensors too, which are nearly all of the blob.
+    The tensors of a version, which are nearly all of its blob, are checked only with *reads_tensors*.
 
     Raises:
         IntegrityError: *blob* is damaged, missing, or a different kind of object.

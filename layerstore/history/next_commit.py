@@ -40,7 +40,7 @@ class NextCommit:
 
     @classmethod
     def of(cls, record: CommitRecord) -> Self:
-        """Return the position of *record*. Saving the same content again at this position gives the same commit."""
+        """Return the position of *record*; saving equal content at this position again gives the same commit."""
         return cls(
             attempt=record.attempt,
             lineage=record.lineage,
@@ -155,7 +155,7 @@ class NextCommit:
         """
         Return the record of a commit at this position: *versions* of the layers that are *due*; others are inherited.
 
-        *compact* gives, for each layer saved compactly, the number of compact saves in a row, with this one.
+        *compact* gives, for each layer saved compactly, the number of compact saves in a row, including this one.
         """
         origin = Origin(run=run, attempt=self.attempt, step=step, save_number=self.save_number)
         entries = tuple(
@@ -252,7 +252,7 @@ class Reserved:
 
 
 def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], NextCommit], *, held: int = 0) -> Reserved:
-    """Lock an attempt: *placed* picks a position, given the attempts that others hold. We hold *held* already."""
+    """Lock an attempt, unless it is *held* already; *placed* picks a position, given the attempts that others hold."""
     taken: dict[int, Locked] = {}
     while True:
         place, lock, doubt = placed(taken.keys()), ExitStack(), None
@@ -263,5 +263,5 @@ def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Next
                 taken[place.attempt] = exc
                 continue
             except StorageIO as exc:
-                doubt = exc  # locks do not work on this filesystem: only the courtesy is lost
+                doubt = exc  # locks do not work on this filesystem; since they are a courtesy, go on without
         return Reserved(place=place, lock=lock, passed=tuple(taken.values()), doubt=doubt)

@@ -17,7 +17,7 @@ from layerstore.nearest import did_you_mean
 from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.units import SHORT_ID_DIGITS, short_id
 
-# The beginning of a commit's id, as in git. Text as long as the ids that `log` shows counts only as an id.
+# The fewest digits that may stand for a commit's id, as in git. Text as long as the ids in `log` can only be an id.
 _ID_DIGITS_MIN = 4
 _COMMIT_ID = re.compile(f"[0-9a-f]{{{_ID_DIGITS_MIN},32}}")
 
@@ -154,8 +154,8 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
     """Return the row of *view* that *reference* refers to."""
     attempts = view.attempts
     if reference.back or not attempts:
-        # A damaged record may be the only one of its attempt, which would not be counted. If there are no attempts, all
-        # records are damaged: of commits that replace each other, the last is always visible.
+        # A damaged record may be the only one of its attempt, which is then not counted. If there are no attempts, all
+        # records are damaged, because the last of several commits that replace each other is always visible.
         _raise_damaged(view)
     if reference.back >= len(attempts):
         raise NotFound(
@@ -177,7 +177,7 @@ def _check_undamaged(view: RunView, step: int, *, tip: bool) -> None:
     """
     Raise if a damaged record might be the requested one: at *step*, or, if the *tip* is requested, after *step*.
 
-    The damaged record might also supersede an intact one, which must not silently reappear.
+    The damaged record might also supersede an intact record, which must not silently become visible again.
     """
     for name, problem in view.damaged.items():
         if name.step == step or (tip and name.step > step):

@@ -75,7 +75,7 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
 
 def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
     """
-    Return the newest save kept bit for bit in the history of *resolved*: *resolved* itself if it was kept so.
+    Return the newest save in the history of *resolved* that was kept bit for bit, which may be *resolved* itself.
 
     Raises:
         NotFound: No save was kept bit for bit.
@@ -86,7 +86,7 @@ def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
     if record.is_exact:
         return resolved
     view = repo.catalog.find(record.run)
-    rows = [] if view is None else [row for row in view.visible if row.id == resolved.commit]  # of a pin
+    rows = [] if view is None else [row for row in view.visible if row.id == resolved.commit]  # a pin's base
     older = () if view is None else saves_below(view, attempt=record.attempt, step=record.step)
     exact = next((row for row in chain(rows, older) if row.is_exact), None)
     if exact is None:
@@ -116,7 +116,7 @@ class SaveHistory:
         number = record.save_number if view is None else view.number_at(record.attempt, record.step, default=base)
         older = () if view is None else saves_below(view, attempt=base.attempt, step=base.step)
         for row in chain([base], older):
-            # Before the yield, because the caller then asks about the save by its position.
+            # Append before the yield: on receiving the save, the caller asks about it by its position.
             self._seen.append(row)
             yield row._replace(save_number=number)
             number -= 1

@@ -106,7 +106,7 @@ class GatheredCheck:
                 yield tensors[0]
 
     def witness(self, source: ObjectSource) -> Witness | None:
-        """Return a callback that compares the slices of *source* with gathered tensors; None if there are none."""
+        """Return a callback that compares the slices of *source* with gathered tensors; None if none can match."""
         is_of_rank_0 = source.shard == 0  # rank 0 did the gathering
         # Gathered weights never include moments; where ranks' buffers differ, they include the first rank's.
         if source.kind is Kind.OPTIMIZER or (source.kind is Kind.BUFFERS and not is_of_rank_0):

@@ -126,7 +126,7 @@ def _has_own_compact(record: CommitRecord) -> bool:
 
 
 def _exact_notes(layers: Sequence[str]) -> Iterator[str]:
-    """Yield a note if *layers* were to be compact, but are exact."""
+    """Yield a note on *layers*, if any, which were to be compact but are kept exactly."""
     if layers:
         others = f" and {len(layers) - 1} more are" if len(layers) > 1 else " is"
         yield f"{layers[0]}{others} kept exactly: no earlier version is whole, exact and cut for as many ranks"
@@ -141,7 +141,7 @@ def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
         if exc.errno == errnos.ENOENT and repo.layout.root in Path(exc.filename).parents:
             repo.records.check_store()  # if a migration moved the folders, this raises the better error
             if not all(folder.is_dir() for folder in (repo.layout.tmp, repo.layout.objects)):
-                raise  # no collection removes folders
+                raise  # not a collection's doing: it removes no folders
             raise Overtaken(
                 f"files that this ingest had written were removed from the store: {exc}",
                 hint="repeat the command; never run gc --grace 0s during an ingest or a save: it removes their files",
@@ -261,7 +261,7 @@ class _Ingest:
         return summary if isinstance(summary, dict) else {}
 
     def _compact_as(self, record: CommitRecord, own: Mapping[str, LayerEntry]) -> CompactLayers:
-        """Return how *record* kept its compact layers *own*; for a lost version, how the previous save kept it."""
+        """Return how *record* kept its compact layers *own*; where a version is lost, how the previous save did."""
         assert self.view is not None, "the record is in the view"
         before = next(saves_below(self.view, attempt=record.attempt, step=record.step), None)
         older = {}
@@ -363,9 +363,9 @@ class _Ingest:
         )
 
     def _opens_the_same(self, rival: RecordRow) -> bool:
-        """Whether this command would have opened *rival*'s attempt if it did not exist."""
+        """Whether this command would open *rival*'s attempt if the attempt did not exist yet."""
         assert self.view is not None, "the rival is in the view"
-        # The run as it was when that attempt was opened: later attempts came after it.
+        # The run as it was just before that attempt was opened: without it and all later attempts.
         rows = {key: row for key, row in self.view.rows.items() if row.attempt < rival.attempt}
         try:
             return self._place(replaced(self.view, rows=rows), []).lineage == rival.lineage
@@ -406,7 +406,7 @@ class _Ingest:
         )
 
     def _origin_notes(self) -> Iterator[str]:
-        """Yield what the commit will not show about the origin of its layers, if compose wrote the folder."""
+        """Yield notes on the origin of the layers that the commit will not show, if compose wrote the folder."""
         summary = self._summary() or {}
         with contextlib.suppress(AttributeError, KeyError, TypeError):  # anyone may have written the file
             if summary["step"] != self.checkpoint.step:

@@ -27,7 +27,7 @@ from layerstore.storage import Repository
 from layerstore.tree import Tree
 from layerstore.zero3 import LayerSource, SliceSource
 
-# 32 runs of 64 elements of each parameter: a block of ten parameters is read in a few milliseconds.
+# Of each parameter, 32 stretches of 64 elements are sampled: this takes a few milliseconds for ten parameters.
 RUNS = 32
 RUN_ELEMENTS = 64
 
@@ -86,7 +86,7 @@ def _samples(
 
 
 def _slices(layer: LayerSource, kind: Kind, *, state: str = "") -> dict[str, list[SliceSource]]:
-    """Return the slices of one kind or state, by parameter, in order."""
+    """Return the slices of one kind and state, by parameter, in order."""
     slices: dict[str, list[SliceSource]] = {}
     parts = (part for source in layer.objects if source.kind is kind for part in source.slices if part.state == state)
     for part in sorted(parts, key=lambda part: part.begin):
@@ -113,7 +113,7 @@ def is_still(parameters: Sequence[Parameter]) -> bool:
 
 def sampled(elements: int) -> Iterator[tuple[int, int]]:
     """
-    Yield the runs that are sampled from a parameter of *elements* elements; a small parameter is one run.
+    Yield the stretches that are sampled from a parameter of *elements* elements; a small parameter is one stretch.
 
     >>> list(sampled(10))
     [(0, 10)]
@@ -132,7 +132,7 @@ def sample_weight(elements: int) -> float:
     """
     Return how many elements one sampled element represents, in a parameter of *elements* elements.
 
-    Without this weight, a norm of 4,096 elements, all near 1, would count for as much as a matrix of millions.
+    Without this weight, a norm layer's 4,096 elements, all near 1, would count for as much as a matrix of millions.
 
     >>> sample_weight(10), sample_weight(1_048_576)
     (1.0, 512.0)
@@ -146,9 +146,9 @@ def layers_due(
     """
     Return which of *layers* to store, and the decisions that the record keeps.
 
-    All layers are stored if the history has no complete save yet. Otherwise, the layers that *policy* selects are, and
-    every layer that has changed its shape, that the optimizer has updated for the first time, or that the store has
-    lost.
+    All layers are stored if the history has no complete save yet. Otherwise, the layers that *policy* selects are
+    stored, and so is every layer that has changed its shape, that the optimizer has updated for the first time, or that
+    the store has lost.
     """
     ages = {layer: place.save_number - number for layer, number in place.own_numbers(run).items()}
     save = Save(number=place.save_number, layers=tuple(layer.layer for layer in layers), ages=ages)

@@ -1,4 +1,4 @@
-"""Read the checkpoint to ingest: DeepSpeed's, or PyTorch's distributed one, either on its own or onto a commit."""
+"""Read the checkpoint to ingest: DeepSpeed's; or a distributed one of PyTorch's, on its own or onto a commit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,7 +127,7 @@ def _check_newest(repo: Repository, base: Resolved, step: int) -> None:
 
 
 def _checked_run(repo: Repository, name: str) -> str:
-    """Return the run's *name*; raise if it cannot be one, or is a pin's."""
+    """Return the run's *name*; raise if it is not valid for a run, or is the name of a pin."""
     run = check_name(name, what="the run's name")
     if run in repo.records.pin_names():
         raise Conflict(

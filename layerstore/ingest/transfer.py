@@ -2,7 +2,7 @@
 Transfer: stage a checkpoint's content in the store, without making any of it visible.
 
 Objects come first, then version blobs and state blobs. Every byte of the source is checked against its checksum before
-this returns, so that rot is never stored under a valid hash.
+`transfer` returns, so that rot is never stored under a valid hash.
 """
 
 import os
@@ -227,7 +227,7 @@ class _Transfer:
         )
 
     def _doubts(self, layers: Sequence[LayerSource]) -> Iterator[str]:
-        """Note if all weights in the model's file differ from their masters; raise if the file is from another save."""
+        """Yield a note if all weights in the model's file differ from their masters; raise if it is of another save."""
         names = {parameter.name for layer in layers for parameter in layer.parameters}
         whole = [tensor for tensor in self.checkpoint.whole if tensor.supplier in names]
         if not whole or any(map(self.readers.check.is_derived, whole)):

@@ -101,7 +101,7 @@ class Training:
     movement: float | None = None
     """The relative L2 distance that each layer moves from save to save, for policies that measure it."""
     keep_last: int | None = None
-    """How many of the newest saves are kept; without this and *keep_every*, all are."""
+    """How many of the newest saves are kept; if neither this nor *keep_every* is set, all saves are kept."""
     keep_every: int | None = None
     """Saves whose step is a multiple of this are kept."""
     prices: Prices | None = None

@@ -452,7 +452,7 @@ def _column(state: str) -> tuple[bool, str]:
 
 
 def _sorted(parameters: tuple[ParameterDiff, ...], column: str) -> tuple[ParameterDiff, ...]:
-    """Return *parameters* by *column*, largest first: NaN before all, missing numbers last; ``name`` sorts nothing."""
+    """Return *parameters* by *column*, largest first: NaN before all, missing last; ``name`` keeps their order."""
 
     def rank(parameter: ParameterDiff) -> float:
         state = parameter.states.get(column)

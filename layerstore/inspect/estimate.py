@@ -68,7 +68,7 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         due = due_sets(policy, tuple(sizes), movement=training.movement if name in measuring else None, sizes=sizes)
         kept = kept_exactly(due, keyframes(training.precision, training.exact_every))
         cycle = cycle_of(kept)
-        # If no cycle shows, all the simulated saves together count as the cycle.
+        # If the simulated saves show no cycle, all of them together count as the cycle.
         later = [sum(version_bytes[version] for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
         groups = [SaveGroup(size_bytes=once), *_groups(version_bytes, kept[:cycle])]
@@ -108,7 +108,7 @@ def trained_bytes(model: Model, training: Training, *, precision: Precision = PR
 def trained_objects(
     model: Model, training: Training, *, precision: Precision = PRECISIONS["exact"]
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield each layer with the objects that a save of it writes, as how many there are of a size, and that size."""
+    """Yield each layer with the objects that a save of it writes, as pairs: how many objects, and the size of each."""
     masters = {"": precision.coding(Kind.MASTER, "", "F32")}
     moments = {state: precision.coding(Kind.OPTIMIZER, state, "F32") for state in model.states}
     ranks = training.world_size
@@ -134,9 +134,9 @@ def _objects(
     elements: Mapping[str, int], states: Mapping[str, str], dtype: str, world_size: int
 ) -> Iterator[tuple[int, int]]:
     """
-    Yield how many objects of one size a layer has, and that size, for one kind; *states* maps states to codings.
+    Yield a layer's objects of one kind as pairs: how many objects, and the size of each.
 
-    There is an object for each rank that has a slice.
+    There is an object for each rank that has a slice. *states* maps each state to its coding.
     """
     # Ranks with equal slices have equal objects, so sizes change only at these edges.
     edges = {0, world_size}

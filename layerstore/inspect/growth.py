@@ -27,7 +27,7 @@ writer put into the store, as recorded at the time.
 """
 
 PartNumbers: TypeAlias = "array[int]"
-"""The numbers of the objects that something consists of."""
+"""The numbers that `Objects` gave to some objects, such as those of a version."""
 
 
 class Objects:
@@ -172,7 +172,7 @@ class _Past:
     steps: list[int] = field(default_factory=list)
     """The step of each save so far."""
     held: dict[str, list[_HeldVersion]] = field(default_factory=dict)
-    """The versions that the policy would have stored of each layer; only those whose kind differs from the previous."""
+    """By layer, the versions that the policy would have stored; of successive versions of one kind, only the first."""
 
     def up_to(self, step: int) -> "_Past":
         """Return the past as it was after *step*."""
@@ -197,7 +197,7 @@ class _Past:
 
 class WhatIf:
     """
-    Counts what a run would have stored if *policy* had made each of its saves from the first.
+    Counts what a run would have stored if *policy* had chosen the layers of each of its saves, from the first.
 
     This is exact for the layers that a save wrote, since their versions are known. If a layer would have been due at a
     save that did not write it, its version is unknown: it is counted as new, with the size of the inherited version.

@@ -154,7 +154,7 @@ def _stretches(name: str, state: str, a: _Side, b: _Side, tally: Tally) -> list[
 
 
 def _unsplit(parameter: Parameter, state: str, a: _Side, b: _Side, tally: Tally) -> Iterator[_Stretch]:
-    """Yield the pieces of *parameter* that no slice boundary of either side splits."""
+    """Yield the longest pieces of *parameter* that no slice boundary of either side splits."""
     name, begin = parameter.name, 0
     (kind_a, state_a), (kind_b, state_b) = a.places[name][state], b.places[name][state]
     whole = a.slices.stretches(kind_a, name, state=state_a, begin=0, end=prod(parameter.shape))

@@ -101,7 +101,7 @@ def make_report(
             "runs_left_out": len(listed) - len(shown),
             **pinned,
             "retention": retention,
-            # `stats` and the growth of a run report the same damage.
+            # `stats` and the growth of a run report the same damage; list it once.
             "left_out": list(dict.fromkeys(problems))[:_PROBLEMS_MAX],
         }
         if target is None and version is None:
@@ -293,7 +293,7 @@ def _versions(commit: Commit, layers: Iterable[str]) -> str:
 
 
 def _layer_bytes(growth: Growth, shown: Iterable[Commit], layers: Iterable[str]) -> list[list[int | None] | None]:
-    """Return the size of each layer's version, as `ls` shows it, for each save; None if equal to the previous."""
+    """Return for each save the size of each layer's version, as `ls` shows it; None for a save like the one before."""
     sizes_by_save: list[list[int | None] | None] = []
     before: list[int | None] | None = None
     for commit in shown:
@@ -305,7 +305,7 @@ def _layer_bytes(growth: Growth, shown: Iterable[Commit], layers: Iterable[str])
 
 
 def _what_if(what_if: WhatIf, columns: Sequence[int]) -> dict[str, object]:
-    """Return what all saves would have added, what each of *columns* would have, and the totals up to each."""
+    """Return what all saves together would have added, what each of *columns* would have, and the totals up to each."""
     total, estimated = list(accumulate(what_if.own_bytes)), list(accumulate(what_if.estimated_bytes))
     return {
         "total": {"bytes": total[-1], "estimated_bytes": estimated[-1], "first_bytes": total[0]},

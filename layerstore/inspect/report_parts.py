@@ -43,7 +43,7 @@ def pins_of(
     """
     Return the facts about the pins of the store, or of *run*; add to *problems* what cannot be read.
 
-    *runs* are the facts about the runs, which are not repeated: a pin of a save shown there is listed without layers.
+    *runs* are the facts about the runs. A pin of a save that they show is listed without its layers, to repeat nothing.
     """
     layers = {run_facts["run"]: run_facts["layers"] for run_facts in runs}
     commits = {commit for run_facts in runs for commit in run_facts["saves"]["commit"]}
@@ -61,7 +61,7 @@ def pins_of(
 
 
 def mixture_fields(base: CommitRecord, layers: Sequence[LayerEntry]) -> list[int] | None:
-    """Return how many *layers* are from other saves, how many in all, and if the former are older; None if unmixed."""
+    """Return the count of *layers* from other saves, of all, and whether the former are all older; None if unmixed."""
     others = others_in(base, layers) if layers else None
     return None if others is None else [others[0], len(layers), others[1]]
 
@@ -151,7 +151,7 @@ def metrics_and_curves(
 def _add(
     points: dict[str, list[Point]], record: CommitRecord, logged: Iterable[tuple[int, Mapping[str, float]]]
 ) -> None:
-    """Add what was *logged* by *record*, the last save of its attempt, since the attempt's fork."""
+    """Add what was *logged* after the fork of an attempt, up to *record*, the last shown save of that attempt."""
     fork = record.lineage[0].step if record.lineage else -1
     for step, metrics in logged:
         if fork < step <= record.step:

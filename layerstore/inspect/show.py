@@ -218,7 +218,7 @@ def _losses(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, list[C
 
 
 def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, str]:
-    """Return, by layer, what its differences refer to: the newest exact save with those numbers, or an object."""
+    """Return, by layer, what its differences refer to: the newest exact save that has the objects, or an object."""
     references: dict[str, str] = {}
     for origin, layers in _compact_by_origin(entries):
         unnamed = {
@@ -228,7 +228,7 @@ def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, st
         }
         references |= {name: f"object {short_id(min(ids))}" for name, ids in unnamed.items()}
         view = repo.catalog.find(origin.run)
-        with suppress(LayerstoreError):  # if, say, a record is damaged, the object's id is used
+        with suppress(LayerstoreError):  # on an error, such as a damaged record, the object's id is returned
             for row in saves_below(view, attempt=origin.attempt, step=origin.step) if view and unnamed else ():
                 exact = {name: entry for name, entry in row.entries(unnamed).items() if not entry.compact}
                 for name, entry in exact.items():

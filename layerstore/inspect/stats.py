@@ -164,7 +164,7 @@ class _Tally:
             self.users[ref.id] = known | bit
 
     def add_record(self, index: int, repo: Repository, path: Path) -> None:
-        """Count a record or pin, which no two runs share."""
+        """Count a record or pin, which belongs to one run alone."""
         size_bytes, records, run = repo.files.size(path) or 0, self.stats.kinds[RECORD], self.stats.runs[index]
         for amount in (records, run):
             amount.logical_bytes += size_bytes
@@ -265,7 +265,7 @@ def _add_version(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, 
     versions = layer.count + 1
     for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.named)]:
         tally.add(part, uses, tally.stats.kinds[kind], layer)
-    # A layer counts its versions, but `add` has counted their objects.
+    # A layer's count is the number of its versions, but `add` has counted their objects.
     layer.count = versions
 
 

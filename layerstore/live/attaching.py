@@ -45,7 +45,7 @@ def attach(
     ``layerstore.resume`` first, or load through the engine before the first save. An engine whose saver was closed
     continues from that saver's newest commit; if an error ended its ``with`` block, a new attempt begins. If another
     job is saving the attempt to be continued, the next attempt begins, and a warning names that job. An engine has one
-    saver at a time, which also takes the engine's own saves.
+    saver at a time, to which the engine's own saves go, too.
 
     Raises:
         InvalidInput: *engine* is not one of DeepSpeed's, or a module's optimizer is missing; or the ranks do not see
@@ -180,7 +180,7 @@ def _agreed(
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
-    # When the previous saver ended, some ranks may have been unable to read the last commit.
+    # Continue only if all ranks know the last commit: some may have failed to read it when the previous saver ended.
     know_it = exchange.sums([float(resumed is not None)]) == [exchange.size]
     return opened, resumed if know_it else None
 

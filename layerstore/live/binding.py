@@ -28,7 +28,7 @@ class Binding:
     """Whether the last load failed after it began to change the engine."""
 
     def composition_in(self, store: Store) -> Composition | None:
-        """Return the composite that the next save to *store* follows; None if it is unknown or elsewhere."""
+        """Return the composite that the next save to *store* follows; None if it is unknown or in another store."""
         return self.composition if self.store_id == store.id else None
 
     def hold(self, store: Store, composition: Composition) -> None:
@@ -37,7 +37,7 @@ class Binding:
         self.composition, self.is_half_loaded = composition, False
 
     def begin_load(self) -> None:
-        """Record that a load begins: the commit is unknown until it completes, or for good if not from a store."""
+        """Record that a load begins: the commit is unknown until the load ends, or for good if it reads no store."""
         self.composition, self.is_half_loaded = None, False
 
     def fail_load(self) -> None:
@@ -64,7 +64,7 @@ class Binding:
             return
         repo = saver.store.repo
         try:
-            repo.records.refresh()  # the other ranks may not have read these commits yet
+            repo.records.refresh()  # ranks that do not commit may not have read these commits yet
             view = repo.catalog.find(saver.run)
             rows = [] if view is None else view.of_attempt(attempt)
             if rows and not self.is_half_loaded:

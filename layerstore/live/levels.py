@@ -159,10 +159,10 @@ def _take_over(levels: Levels, run: str) -> None:
 
 def _completed(near: Store, mine: RecordRow, behind: str, run: str) -> RecordRow | None:
     """
-    Return the newest commit that *near* can read in full; its newest commit, *mine*, is incomplete in *near*.
+    Return the newest commit of *near* that is not lost; its newest commit, *mine*, is incomplete in *near*.
 
-    The level *behind* may have the rest. Otherwise the commit is lost: *near* belonged to one of several nodes, and the
-    other nodes are gone.
+    The level *behind* may have the rest. Otherwise *mine* is lost: *near* belonged to one of several nodes, and the
+    other nodes are gone. If there is no store at *behind*, *mine* is returned anyway.
     """
     store = store_if_there(behind)
     if store is None:

@@ -35,7 +35,7 @@ def first_ranks(exchange: Exchange, folder: Path) -> list[int]:
     files, places = Files(), (layout_at(folder).tmp, folder, *folder.absolute().parents)
     with exchange.raise_on_all():
         there = next(place for place in places if files.is_directory(place))
-    # If the folder does not exist yet, the mark is in a parent; the hash of the path in its name tells folders apart.
+    # If the folder does not exist yet, marks are put in a parent; a hash of the path in their names separates folders.
     prefix = f"{MARK_PREFIX}{token}-{object_id(str(folder.absolute()).encode())}."
     with _marked(exchange, files, there / f"{prefix}{exchange.rank}"):
         with exchange.raise_on_all():
@@ -65,7 +65,7 @@ def open_nodes(
     *firsts* lists, by rank, the first rank of its node.
 
     Raises:
-        Conflict: *near* is another store.
+        Conflict: *near* holds a different store.
     """
     import torch.distributed as dist
 
@@ -88,7 +88,7 @@ def open_nodes(
         if exchange.rank == 0:
             from layerstore.remote import Bucket, Remote, take_over
 
-            with Remote(Bucket(url_of(behind)), Files()) as remote:  # the commit that the next saves inherit from
+            with Remote(Bucket(url_of(behind)), Files()) as remote:  # get the commit that the next saves inherit from
                 take_over(remote, near, run=run, is_whole=False)
     parts = GroupParts(
         opened.repo.layout,
@@ -149,7 +149,8 @@ def forget_unsent(near: Store, store: Store, run: str) -> None:
     """
     Remove the records of *run* that are in *near* but not in *store*.
 
-    Newer commits can never be sent: a node that had parts of them is gone. Older ones were collected in *store*.
+    Those newer than all commits in *store* can never be sent: a node that had parts of them is gone. The older ones
+    were collected in *store*.
     """
     view, there = near.repo.catalog.find(run), store.repo.catalog.find(run)
     if view is None:

@@ -231,7 +231,7 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
             f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
             hint="fill the engine with layerstore.resume(engine, store, run=…)",
         )
-    # The trainer and stage that will load the pointers are unknown now: the load refuses a mismatch.
+    # Which trainer and stage will load is unknown now: write pointers for all; the load refuses a mismatch.
     write_fsdp_pointers(repo.files, target, pointer)
     if not base.is_dcp:
         # A Trainer looks only for folders named global_step….

@@ -74,7 +74,8 @@ def resume(
     this. A saver that is attached afterwards continues the newest attempt if the resumed step was its newest;
     otherwise it opens the next attempt. *policy* chooses the version of each layer, as of *step*; with *exact*, the
     newest save up to *step* that was kept bit for bit is used instead. If DeepSpeed continues a commit
-    saved by FSDP2, DeepSpeed's own state comes from DeepSpeed's last earlier commit or *like*, with counters advanced.
+    saved by FSDP2, DeepSpeed's own state comes from the commit *like*, by default the newest earlier commit
+    that DeepSpeed saved, with counters advanced.
 
     Raises:
         NotFound: The step does not exist; or, with *must_exist*, the run has no commit or the path no store.

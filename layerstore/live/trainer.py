@@ -56,7 +56,7 @@ class LayerstoreCallback(TrainerCallback):
         self._options = options_for(self._levels, options)
         _check_store(self._levels.first, run, self._options)
         self._count: _Count | None = None
-        # A Trainer that resumes loads its checkpoint before on_train_begin, so pointers must already work.
+        # When a Trainer resumes, it loads its checkpoint before on_train_begin, so pointers must work from now on.
         if find_spec("deepspeed") is not None:
             engines_are_made_with(StoreCheckpointEngine)
         trainers_save_to_stores()

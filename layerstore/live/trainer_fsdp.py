@@ -1,5 +1,5 @@
 """
-Saves and loads of Transformers' Trainer under FSDP2; only this module uses names of the Trainer and Accelerate.
+Saves and loads of Transformers' Trainer under FSDP2; only this module uses internals of the Trainer and Accelerate.
 
 The Trainer's module imports four functions of Accelerate; they are replaced in that module. If a saver is attached to
 the model, a save goes to the store and leaves pointers. Pointers are loaded from the store. Accelerate does the rest.

@@ -104,7 +104,7 @@ class Meter:
         return movement_of(dd=self._dd, aa=self._aa, elements=self._elements) if self._elements else None
 
     def _relative_l2(self) -> float:
-        if self._dd == 0:  # first: two layers of zeros are equal
+        if self._dd == 0:  # checked first: two layers of zeros are equal
             return 0.0
         return math.sqrt(self._dd) / math.sqrt(self._aa) if self._aa else math.inf
 
@@ -134,8 +134,9 @@ class Movements:
     """Relative to the layer's norm."""
     weighted: Mapping[str, float] = field(default_factory=dict)
     """
-    For each layer, the mean over its elements of movement times gradient size, divided by the mean over the elements of
-    all measured layers of magnitude times gradient size. Empty if the optimizer lacks second moments of some layer.
+    For each layer: the mean of ``movement * gradient size`` over its elements, divided by the mean of
+    ``magnitude * gradient size`` over all measured layers' elements. Empty if the optimizer lacks second moments of
+    some layer.
     """
 
     def decisions(self) -> dict[Tree, Tree]:

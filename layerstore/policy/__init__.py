@@ -1,4 +1,4 @@
-"""Policies: which layers are due at a save, which save a composite takes each from, which commits to keep. No I/O."""
+"""Policies: which layers are due at a save, where a composite's layers come from, which commits to keep. No I/O."""
 
 from layerstore.policy.drift import Drift
 from layerstore.policy.due import Latest, Policy, Save, anchored, due_layers, replay_policy

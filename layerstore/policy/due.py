@@ -25,7 +25,7 @@ class Save:
     ages: Mapping[str, int]
     """How many saves ago each layer was last written; layers that were never written are absent."""
     movements: Mapping[str, float] = field(default_factory=dict)
-    """How far each layer moved since then, relative to its norm; set only at a save, if the policy ``measures``."""
+    """How far each layer moved since last saved, relative to its norm; set only at saves if the policy ``measures``."""
     weighted_movements: Mapping[str, float] = field(default_factory=dict)
     """Movements with elements weighted by the size of their gradients, relative to the model; see `Movements`."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -139,9 +139,9 @@ def replay_policy(
     """
     Return, for every layer of the base, the position in *history* of the save that it comes from.
 
-    *history* is newest first, begins with the base, and is read no further than needed. A save is full if nothing
-    complete precedes it: nothing at all, or only saves made before the optimizer's first update. *recorded* returns
-    what exactly this policy saved at a position, or None if the policy must be asked.
+    *history* is newest first, begins with the base, and is read no further than needed. A save counts as full if no
+    complete save precedes it: none at all, or only saves made before the optimizer's first update. *recorded* returns
+    what this very policy saved at a position, or None if the policy must be asked.
     """
     if getattr(policy, "by_number", False):
         return _newest_due(policy, history, recorded)

@@ -142,7 +142,7 @@ class Keep:
     within: str | timedelta | None = None
     """Keep commits no older than this duration, such as ``14d``."""
     best: str | Best | None = None
-    """Keep the best by ``METRIC[:N][:min|max]``, as training measured the metric at their step."""
+    """Keep the best commits by ``METRIC[:N][:min|max]``, as training measured the metric at their steps."""
 
     drop_optimizer_older_than: int | None = None
     """Commits more than this many steps older than their run's newest lose their moments but keep their weights."""

@@ -26,7 +26,7 @@ PREDICTABLE: tuple[Policy, ...] = tuple(policy() for policy in OURS if not getat
 """Our policies that need no measurement: their choice is known for any history, or from the model alone."""
 
 SELECTIVE: tuple[Policy, ...] = tuple(policy for policy in PREDICTABLE if policy != Latest())
-"""The predictable policies whose composites are not just commits: reports and collections consider them by default."""
+"""The predictable policies whose composites may differ from the base commits; the report covers each of them."""
 
 _BY_NAME: dict[str, type[OwnPolicy]] = {LATEST: Latest, **{policy.name: policy for policy in OURS}}
 

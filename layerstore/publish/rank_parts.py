@@ -42,7 +42,7 @@ from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointCommit:
-    """One rank's view of a joint commit: each rank writes its share; rank 0, which knows tied names, joins them."""
+    """One rank's view of a joint commit: each rank writes its share; rank 0, which knows tied weights, joins them."""
 
     session: str
     save: int
@@ -55,7 +55,7 @@ class JointCommit:
     """Identifies an object of frozen weights without reading it."""
     run: str
     place: NextCommit
-    """Where the attempt began; the number of this save is *save_number*."""
+    """The position at which the attempt began or was resumed; the number of this save is *save_number*."""
     step: int
     save_number: int
     policy: PolicyUse
@@ -100,7 +100,7 @@ def write_share(
     due = [layer for layer in share.layers if layer.layer in joint.due]
     compact = _compact_layers(joint, due, older)
     with Transaction(repo, past_cache=True) as tx:
-        # The pool frees each copy of a tensor after one read.
+        # The host buffer frees each copy of a tensor after one read.
         staging = Staging(tx.objects, reader, source="the engine", checksums=Checksums(), reads_once=True)
         sharing = _Sharing(joint, staging, tx.objects, frozen, compact)
         staged = {}
@@ -340,7 +340,7 @@ def join(
         )
         try:
             # Until the record is linked, only the parts make collections keep what the ranks wrote. So the parts must
-            # exist before the version blobs are linked and, as `commit` checks, still exist after the record is.
+            # exist before the version blobs are linked, and must still exist once the record is, as `commit` checks.
             tx.trust(parts)
             _check_alone(repo, record, own, after=joint.place.after)
             return tx.commit(record, observed=observed).commit

@@ -1,7 +1,7 @@
 """
 Timings of saves, one line each under ``stats/RUN/``. Advisory: no answer depends on them.
 
-The first rank of each saver appends to its own file. Damaged or torn lines are skipped.
+Each session has a file, to which its first rank appends. Damaged or torn lines are skipped.
 """
 
 import json
@@ -87,7 +87,7 @@ def _timing(line: bytes) -> SaveTiming | None:
         values: Any = {"commit": "", "precision": "exact", **parse_json(line)}  # older savers omit these two
         visible = values["visible_seconds"]
         seconds = values["blocked_seconds"], values["durable_seconds"], 0.0 if visible is None else visible
-        # Timings are keyed by the attempt and the step; the rest of these is calculated with.
+        # Attempt and step identify the timing; the other values checked here are used in calculations.
         if not all(type(values[name]) is int for name in ("attempt", "step", "copied_bytes")):
             return None
         if not all(type(value) in {int, float} and 0 <= value < _SECONDS_MAX for value in seconds):

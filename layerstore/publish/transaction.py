@@ -112,7 +112,7 @@ class Transaction:
 
     def _reuse(self, blob: BlobRef) -> bool:
         """
-        Reuse *blob*, which is not at its own path, and its objects: a collection may be removing them all.
+        Reuse *blob*, which is not at its own path, and what it references: a collection may be removing all of them.
 
         Return whether all of them exist; raise IntegrityError if one is damaged.
         """

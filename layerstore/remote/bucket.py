@@ -52,8 +52,8 @@ LISTED_AT_ONCE = 1000
 """How many names a server lists per request."""
 _QUICK_SECONDS = REMOTE_UPLOAD_SECONDS / 16
 """
-If an upload in small parts takes less time than this, two large parts at once, with eight times the bytes, fit into the
-timeout of a request. On a slow line, parts stay small.
+If an upload in small parts takes less time than this, so does each of its parts. Two large parts, sent at once, have
+eight times the bytes of a small one, and so fit into the timeout of a request. On a slow line, parts stay small.
 """
 _REMOVED_AT_ONCE = 200
 _RANDOM = random.SystemRandom()
@@ -185,7 +185,7 @@ class Bucket:
         return piece
 
     def _stream(self, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[Any]:
-        # A range that covers the whole object is left out: some servers ignore it, and answer as without a range.
+        # A range that covers the whole object is not sent: some servers ignore it, and answer as if there were none.
         stretch = None if is_whole and not start else (start, end)
         try:
             _, pieces = self._client.get(name, stretch)
@@ -226,7 +226,7 @@ class Bucket:
             return [entry for entries in folders for entry in entries]
 
     def check_links(self) -> None:
-        """Raise IntegrityError if a ``file://`` bucket contains a link; other buckets cannot."""
+        """Raise IntegrityError if a ``file://`` bucket contains a link; other buckets have none."""
         if isinstance(self._client, Folder):
             self._request("list all of it", self._client.check)
 
@@ -259,9 +259,9 @@ class Bucket:
 
     def create(self, name: str, data: bytes) -> None:
         """
-        Write *data* as *name* unless *name* exists. The caller reads it back to see which writer won.
+        Write *data* as *name* unless *name* exists. The caller must read *name* back to see which writer won.
 
-        Servers that do not support conditional writes overwrite it.
+        Servers that do not support conditional writes overwrite an existing *name*.
         """
 
         def once() -> bool:
@@ -289,7 +289,7 @@ class Bucket:
                     raise
             return True
 
-        # In batches: some servers take one request per name, and thousands would not finish by *until*.
+        # In batches, each begun only before *until*: some servers need one request per name, so thousands take long.
         batches = (names[at : at + _REMOVED_AT_ONCE] for at in range(0, len(names), _REMOVED_AT_ONCE))
         return all(self._request(f"remove {batch[0]}", partial(once, batch)) is not False for batch in batches)
 
@@ -430,6 +430,6 @@ def _body(chunks: Iterable[bytes | memoryview], part_bytes: int) -> bytearray | 
 
 
 def _code_of(text: str) -> str:
-    """Return the code in a server's answer, in brackets: it tells a wrong clock from a wrong key."""
+    """Return the code in a server's answer, in brackets: it distinguishes a wrong clock from a wrong key."""
     match = re.search(r"<Code>(\w+)</Code>", text)
     return f" ({match[1]})" if match else ""

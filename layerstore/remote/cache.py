@@ -1,8 +1,8 @@
 """
 The cache of mirrors: its location, its size limit, and eviction.
 
-``LAYERSTORE_CACHE_DIR`` is the folder's path. ``LAYERSTORE_CACHE_SIZE`` limits the total size of all mirrors' objects,
-after each command that fetches. The least recently used are evicted first, and fetched again on demand.
+``LAYERSTORE_CACHE_DIR`` is the folder's path. After each command that fetches, all mirrors' objects together take at
+most ``LAYERSTORE_CACHE_SIZE``. The least recently used objects are evicted first, and fetched again on demand.
 """
 
 import os
@@ -78,7 +78,7 @@ def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
     for _, size_bytes, path in sorted(evictable):
         if left <= left_max:
             break
-        # No lock against readers: an open file stays readable, and a reader that opens too late fetches it again.
+        # No lock against readers: an open file stays readable, and a reader that opens it too late fetches it again.
         files.discard(path)
         left -= size_bytes
     return left

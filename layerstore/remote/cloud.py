@@ -76,11 +76,11 @@ class Cloud:
         )
 
     def use_large_parts(self, are_large: bool) -> None:
-        """From now on, upload in the smallest parts or, if they *are_large*, in parts as large as memory allows."""
+        """From now on, upload in the smallest parts or, if *are_large*, in parts as large as memory allows."""
         self.part_bytes = self._part_bytes_max if are_large else REMOTE_PART_BYTES_LEAST
 
     def create(self, name: str, data: bytes) -> None:
-        """Write *data* as *name* unless it exists; servers that do not support conditions overwrite it."""
+        """Write *data* as *name* unless *name* exists; servers without conditional writes overwrite it."""
         errors = self._obstore.exceptions
         try:
             self._obstore.put(self._writer, name, data, mode="create")

@@ -1,9 +1,10 @@
 """
 Collect a remote: move records that retention does not keep to the trash, and remove unreferenced objects a day later.
 
-The rule is that of a local store, but by the server's clock, and a grace of a day replaces the renames. An object is
-referenced if a record, a pin, or a record trashed within the grace names it. Records are listed before the trash,
-because they move in that direction, and both before anything is moved. Each folder of objects is then listed and swept.
+The rule is that of a local store, but ages are by the server's clock, and a grace of a day replaces moving objects
+aside. An object is referenced if a record, a pin, or a record trashed within the grace references it. Records are
+listed before the trash, because records move into the trash; both are listed before anything is moved. Then each folder
+of objects is listed and swept.
 What a push relies on stays referenced or young until the push's record exists (docs/internals/durability.md).
 """
 
@@ -68,14 +69,14 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
             hint="--grace 0s while nobody pushes or saves; else 24h or more",
         )
     remote.bucket.check_links()
-    watch = _Watch()  # started before the mark is written: it must expire before pushes ignore the mark as old
+    watch = _Watch()  # before the mark is written: the watch must expire before pushes ignore the mark as old
     with contextlib.nullcontext(time.time_ns()) if dry_run else _at_work(remote.bucket) as now_ns:
         return _collected(remote, request, now_ns, watch, dry_run=dry_run, progress=progress)
 
 
 @contextlib.contextmanager
 def _at_work(bucket: Bucket) -> Iterator[int]:
-    """Yield the server's time; leave marks that tell pushes that a collection is running, or has run."""
+    """Yield the server's time; leave marks that show pushes that a collection is running, or has run."""
     name = f"{random.getrandbits(64):016x}"
     try:
         yield bucket.mark(f"{COLLECTIONS_AT_WORK}/{name}")
@@ -112,7 +113,7 @@ def _collected(
     check_confirmed(fates, Gone(), request)  # trash expires by age alone, so it needs no confirmation
     if not dry_run:
         trashed = [_to_trash(remote, name, watch) for name in moved]
-        # Old trash to which this collection has moved the same record again is young now.
+        # If this collection has just moved a record over an old copy in the trash, that copy is young again.
         old_trash = [*(name for name in old_trash if name not in trashed), *(() if grace_seconds else trashed)]
         _empty_trash(bucket, old_trash, old_before_ns, watch)
     progress.start("folders of objects", len(OBJECT_FOLDERS))
@@ -239,7 +240,7 @@ def _trashed(remote: Remote, name: str) -> CommitRecord | None:
 
 
 def _to_trash(remote: Remote, record: RecordName, watch: "_Watch") -> str:
-    """Move *record* to the trash; return its name there."""
+    """Move *record* to the trash; return its new name in the bucket."""
     path = remote.repo.layout.record(record.run, record.step, record.id)
     name = remote.repo.layout.name(path)
     to_trash(remote.bucket, name, watch.check)

@@ -33,7 +33,7 @@ _EVICTIONS_MAX = 20
 
 
 class Source:
-    """The objects in a bucket and, for those that it lacks, in *rest*; *url* is opened on first use."""
+    """The objects in a bucket or, if the bucket lacks them, in *rest*; *url* is opened on first use."""
 
     def __init__(self, url: str, layout: Layout, *, bucket: Bucket | None = None, rest: "Source | None" = None) -> None:
         self.url = url
@@ -185,7 +185,7 @@ class FetchedObjects(ObjectStore):
         self.wait(self.start(ref))
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
-        """Make sure that *stretches* are on this disk and sound; return the objects for which all bytes are."""
+        """Make sure that *stretches* are on this disk and sound; return the objects that were verified as a whole."""
         chunks = {
             ref: self._sparse_objects.chunks(ref, wanted) for ref, wanted in stretches.items() if not self._is_here(ref)
         }
@@ -285,7 +285,7 @@ class FetchedObjects(ObjectStore):
 
 
 class _Expected(ObjectStore):
-    """A store for one pass over objects: each is verified once, ahead of its readers, and opened only then."""
+    """A store for one pass over objects: each is verified once, ahead of its readers, and opened only afterwards."""
 
     def __init__(self, objects: FetchedObjects, layout: Layout, files: Files, refs: Iterable[BlobRef]) -> None:
         super().__init__(layout, files)

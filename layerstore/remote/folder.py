@@ -19,7 +19,7 @@ from layerstore.layout import IDENTITY
 from layerstore.limits import IO_CHUNK_BYTES
 
 _UNFINISHED = "gc/unfinished"
-"""Where killed writers leave files; a collection of the remote removes them along with its own old marks."""
+"""Where killed writers leave files; a collection of the remote removes them along with the old marks of collections."""
 
 _TOP = ("objects", "commits", "pins", "parts", "trash", "gc")
 
@@ -66,7 +66,7 @@ class Folder:
                 self._check_no_links(name)
 
     def _check_free(self, path: Path) -> None:
-        """Raise AlreadyExists if *path* holds files but no store: they could not be told apart from a store's later."""
+        """Raise AlreadyExists if *path* holds files but no store: nobody could later tell these from a store's."""
         names = set(self._files.names(path))
         if names and names.isdisjoint({*_TOP, IDENTITY}):
             raise AlreadyExists(
@@ -133,13 +133,13 @@ class Folder:
         """Do nothing: a folder has no parts."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Write *data* as *name* unless it exists."""
+        """Write *data* as *name* unless *name* exists."""
         with self._bucket_errors(), self._written(name, data) as (source, path):
             self._files.link_exclusive(source, path)
 
     @contextmanager
     def _written(self, name: str, body: bytes | bytearray | Iterable[bytes | bytearray]) -> Iterator[tuple[Path, Path]]:
-        """Yield the paths of a synced file with *body* and of *name*; after the block, the new name is durable."""
+        """Yield the path of a synced file with *body*, and that of *name*; after the block, the new name is durable."""
         path, source = self._path(name), self._path(f"{_UNFINISHED}/{secrets.token_hex(16)}")
         for folder in (source.parent, path.parent):
             self._make(folder)
@@ -150,7 +150,7 @@ class Folder:
             yield source, path
         finally:
             self._files.discard(source)
-        # Only after this is the new name durable, so that a push may report its commit as sent.
+        # This makes the new name durable; only then may a push report its commit as sent.
         self._files.sync_directory(path.parent)
 
     def _write(self, path: Path, pieces: Iterable[bytes | bytearray]) -> None:

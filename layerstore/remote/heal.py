@@ -26,7 +26,7 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
     """
     Restore a missing or damaged ``store.json`` in *bucket*, if *repo* has all commits of *bucket*.
 
-    Flags that are still readable in the damaged file are kept, so that an older layerstore still does not write there.
+    Flags that are still readable in the damaged file are kept, so that an older layerstore still does not write to it.
 
     Raises:
         IntegrityError: The bucket has a commit that *repo* lacks; or ``store.json`` is damaged, and no commit shows
@@ -65,7 +65,7 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
         remote.repo.records.refresh(anew=True)
         verdict = verify_store(remote.repo, read_data=read_data, progress=progress)
         new = replace(verdict, damaged=tuple(damage for damage in verdict.damaged if damage.path not in before))
-        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # skips what was sent to no effect
+        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # without what was sent to no effect
         paths = {fetched.path for fetched in sent}
         left = [damage for damage in verdict.damaged if damage.path not in paths]
         done = replace(

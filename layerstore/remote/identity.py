@@ -241,7 +241,7 @@ class SecondCopies:
         return False
 
     def _supersedes(self, name: RecordName) -> Iterator[Collection[CommitId]]:
-        """For each record at the step of *name* that only the bucket has, yield the commits that it supersedes."""
+        """Yield the commits superseded by each record that only the bucket has, at the run and step of *name*."""
         layout, records = self._repo.layout, self._repo.records
         for other in self._unknown.get((name.run, name.step), ()):
             with suppress(IntegrityError):  # damaged, so it replaces nothing
@@ -251,7 +251,7 @@ class SecondCopies:
                     yield records.decode(data, other).record.supersedes
 
 
-# Servers report times in whole seconds, so two events that close together cannot be ordered.
+# Servers report times in whole seconds, so the order of events less than two seconds apart is unknown.
 _CLOCK_NS = 2 * 10**9
 
 
@@ -275,7 +275,7 @@ def kept_there(repo: Repository, bucket: Bucket) -> Container[object]:
     """
     actual = identity_of(bucket)
     if actual is None:
-        return ()  # without store.json nobody can open or clone it
+        return ()  # without store.json nobody can open or clone the bucket
     check_own(bucket, actual, expected=repo.identity, outcome="nothing was removed")
     return SecondCopies(repo, bucket)
 

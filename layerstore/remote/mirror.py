@@ -125,7 +125,7 @@ def _make_mirror(layout: Layout, files: Files, identity: StoreIdentity) -> None:
 
 def _write(layout: Layout, files: Files, path: Path, data: bytes, *, modified_ns: int) -> None:
     with files.temporary(layout.tmp, data) as source:
-        files.touch(source, time_ns=modified_ns)  # retention uses it
+        files.touch(source, time_ns=modified_ns)  # retention uses this time
         files.rename(source, path)
 
 
@@ -175,7 +175,7 @@ class MirroredRecords(RecordStore):
         listed = {entry.name: entry for entry in entries if _is_ours(entry.name)}
         if run is None:
             self.stranger_names = [entry.name for entry in entries if is_stranger(entry)]
-        # The mirror shows what the bucket has, so records that were dropped or collected there are removed here, too.
+        # The mirror shows what the bucket has: what was dropped or collected in the bucket is removed from the mirror.
         for name in here.keys() - listed.keys():
             files.discard(here[name])
         # A pin may refer to something else now; a record never changes.
@@ -365,7 +365,7 @@ class MirroredObjects(FetchedObjects):
         make_room(self._files, size_bytes)
 
     def on_disk(self, object_id: ObjectId) -> tuple[Hashable, int] | None:
-        """Return the size of an object in the bucket."""
+        """Return an object's identity, which is its id, and its size in the bucket; None if the bucket lacks it."""
         size_bytes = self.source.listed(object_id[:2]).get(object_id)
         return None if size_bytes is None else (object_id, size_bytes)
 
@@ -428,14 +428,14 @@ class BucketTrash(Trash):
         """
         Keep what *commit* needs while the block makes its record visible; then remove the record from the trash.
 
-        The record is first written to the trash again: every collection that begins after that write keeps the objects
-        that it needs for another day. A collection that had already begun may have found the record expired.
+        The record is first written to the trash again: every collection that begins after that write keeps, for another
+        day, the objects that the record needs. A collection that had already begun may have found the record expired.
         """
         name = self._records.name_of(commit)
         data = self._records.encode(commit)
         self._bucket.write(self._name_in_trash(name), lambda: [data])
         renewed_ns = self.modified_ns(name)
-        # Marks are looked for after the write: a collection that began before it may have found the old record expired.
+        # Look for marks after the write: a collection that began before the write may have found the record expired.
         if collected_since(self._bucket, renewed_ns):
             raise Locked(
                 f"a collection of {self._bucket.url} is at work, has just ended, or was killed less than half a day "
@@ -444,8 +444,8 @@ class BucketTrash(Trash):
             )
         self._reliance.note_named(commit.record.blobs)
         yield
-        # A collection that has begun since may have listed the records before this one was visible. It lists the trash
-        # afterwards, so in that case the record must stay in the trash as well.
+        # A collection that has begun since may have listed the records before the block made this record visible. That
+        # collection lists the trash later, so the record must stay in the trash as well.
         if not collected_since(self._bucket, renewed_ns):
             self._bucket.remove([self._name_in_trash(name)])
 

@@ -309,7 +309,7 @@ class _Pull:
 
     def _stage_all(self, pool: ThreadPoolExecutor, objects: ObjectWriter, refs: Sequence[BlobRef]) -> None:
         """
-        Stage *refs*, and publish them a few at a time, so that a pull that is cut off need not fetch those again.
+        Stage *refs*, and publish them a few at a time, so that a pull that is cut off need not start over.
 
         No record references them yet, so a collection may remove them once they are older than its grace. While this
         process lives, its staged files are hard links to them, from which the transaction restores them.

@@ -1,7 +1,7 @@
 """
 Push everything that a bucket lacks: objects first, then version and state blobs, then records, pins last.
 
-So if the bucket has a record, it has everything that the record references, even if pushes are killed or run at once.
+So if the bucket has a record, it has everything that the record references, even if pushes are killed or overlap.
 Nothing depends on conditional writes: an object's id is the hash of its content, and records never change.
 """
 
@@ -62,7 +62,7 @@ def push(
     progress: Progress,
 ) -> Pushed:
     """
-    Send everything that *bucket* lacks of *refs* or, if None, of every visible commit and pin of *runs* or of all runs.
+    Send what *bucket* lacks of *refs*; without *refs*, of all visible commits and pins of *runs*, or of all runs.
 
     Once a commit is reported as sent, the remote has all of it. After a kill, a repeated push sends only the rest.
     If the remote already has commits or pins, its objects are listed and their sizes compared, and objects that it has
@@ -165,7 +165,7 @@ class _Push:
 
     An object in the bucket is safe if one of this store's records in the bucket references it. A collection may remove
     any other object that is a day old. So we send such an object again once it is half a day old, and list again before
-    a listing is half a day old. During a collection, we check our objects after it has removed what it had listed.
+    a listing is half a day old. During a collection, we check our objects once that has removed what it listed.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket, progress: Progress, *, moves_pins: bool) -> None:
@@ -199,7 +199,8 @@ class _Push:
         Send the records *names* and *pins* with everything that they reference.
 
         Afterwards, `failures` holds *failures* and those of this run. *made* means that this push made the bucket a
-        remote, as another store may have done at the same time. With *compares*, the first run checks known commits.
+        remote, as another store may have done at the same time. With *compares*, the first run also checks the commits
+        that the bucket already has.
         """
         self.failures, self._made = dict(failures), made
         # Read before anything is sent, so that notes that another push makes in the meantime are kept.
@@ -255,7 +256,7 @@ class _Push:
     def _incomplete(
         self, names: Iterable[RecordName], *, new: Iterable[CommitRecord]
     ) -> dict[RecordName, CommitRecord]:
-        """Return those of *names* (records in the bucket) that lack an object there; *new* records are not sent yet."""
+        """Return those of *names*, all in the bucket, that lack an object in it; *new* records are not sent yet."""
         incomplete, needs = {}, Needs(self._repo)
         for record in new:
             needs.add_readable(record)
@@ -343,7 +344,7 @@ class _Push:
         return () if is_relied_on else named_by(self._repo, blob)
 
     def _has(self, ref: BlobRef, *, is_common: bool) -> bool:
-        """Whether the bucket has *ref* and will keep it; *is_common* means that a record there references *ref*."""
+        """Whether the bucket has *ref* and will keep it; *is_common*: a record in the bucket references *ref*."""
         entry = self._inventory.find(ref)
         if entry is None:
             return False
@@ -374,7 +375,7 @@ class _Push:
             if self._is_stale():
                 self._begin()
             group = self._process_each(group, lambda _, record: self._send_objects(pool, record))
-            # Send records only if the listing is still valid, and no collection since then has removed our objects.
+            # Send records only if the listing is still valid, and no collection since it has removed our objects.
             if self._is_stale():
                 continue
             if collected_since(self._bucket, self._listed_ns):
@@ -390,7 +391,7 @@ class _Push:
                 claim(self._bucket, self._repo.identity)
                 self._made = False
             group = self._process_each(group, self._send_record)
-            if not self._is_stale():  # otherwise we were suspended before a record, and its objects may be gone
+            if not self._is_stale():  # otherwise we were suspended before sending a record, and its objects may be gone
                 self._unnamed.clear()  # the records sent now reference them
                 break
         return group
@@ -409,7 +410,7 @@ class _Push:
                     raise
                 else:
                     self.failures[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
-                self._list_again_at = 0.0  # no record will reference the objects that were already sent for this one
+                self._list_again_at = 0.0  # no record will reference the objects that were already sent for *record*
         return done
 
     def _send_objects(self, pool: ThreadPoolExecutor, record: CommitRecord) -> None:

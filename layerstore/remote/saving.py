@@ -38,7 +38,7 @@ from layerstore.threads import Threads
 _YOUNG_SECONDS = REMOTE_GRACE_SECONDS / 2
 """A save relies on an object older than this only if a record references the object."""
 _STILL_YOUNG_SECONDS = REMOTE_GRACE_SECONDS * 2 / 3
-"""The same age limit when a save checks all of its objects again."""
+"""The age limit, instead of `_YOUNG_SECONDS`, when a save checks all of its objects again."""
 _WINDOW_SECONDS = REMOTE_GRACE_SECONDS / 8
 """How old a check may be when the part is written, and how old a part may be when the record is written."""
 
@@ -296,7 +296,7 @@ class BucketWriter(ObjectWriter):
             self._submit(ref, data)
         self._blobs.clear()
         self._wait()
-        # Look for marks once the objects are uploaded: a collection that begins later also lists them.
+        # Look for marks once the objects are uploaded: a collection that begins after that lists these objects, too.
         self._reliance.ask_time()
         is_collected = collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun))
         if is_collected:
@@ -353,8 +353,8 @@ class BucketParts(PartStore):
         """
         For the end of a save: retries would delay the next save, and often the server has already failed five times.
 
-        So a request may fail: nobody joins a leftover part, and `close_session` or a collection removes it. If a rank's
-        failure cannot be written, the other ranks learn of it from the next reports.
+        A failed request does no harm: nobody joins a leftover part, and `close_session` or a collection removes it. If
+        a rank's failure cannot be written, the other ranks learn of it from the next reports.
         """
 
     def open_session(self, session: str) -> None:
@@ -391,7 +391,7 @@ class BucketParts(PartStore):
         """Make *part* visible; raises Overtaken if that took so long that a collection may remove its objects."""
         began = hours_on()
         self._publish(part, self._bucket)
-        # The server dates the part when it arrives, so a write that took hours would make old checks seem fresh.
+        # The server dates the part when the part arrives, so a write that took hours would make old checks seem fresh.
         if hours_on() > began + _WINDOW_SECONDS / 6:
             self._bucket.remove([part_name(part.session, part.save, part.rank)])
             raise Overtaken("the process was suspended while it wrote its part", hint="save again")

@@ -76,7 +76,7 @@ class RankStates:
     """The versions of the composite's layers, in their order."""
     slices: Slices
     successor: Successor | None
-    """Makes a rank's state from an earlier commit's, if FSDP2 saved the base."""
+    """Makes a rank's state from its state in an earlier commit; None unless FSDP2 saved the base."""
     adapted: Callable[[RankState, int], RankState] | None
     """Makes the state of a rank from a state of the base; None if the base's trees do not change."""
     steps: Mapping[str, tuple[str, int | None]] | None
@@ -84,7 +84,7 @@ class RankStates:
     notes: tuple[str, ...]
     """What does not carry over, in plain sentences."""
     has_moments: bool
-    """Whether the optimizer continues; otherwise its moments are zero."""
+    """Whether the optimizer keeps its moments; otherwise they are zero."""
 
     @property
     def tag(self) -> str:
@@ -118,7 +118,7 @@ def plan_ranks(
     is_live: bool = False,
 ) -> RankStates:
     """
-    Plan *composition* for the ranks of *options*; with *is_live*, notes name arguments of ``resume``, not options.
+    Plan *composition* for the ranks of *options*; with *is_live*, notes suggest arguments of ``resume``, not options.
 
     Raises:
         LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be rebuilt, or
@@ -129,7 +129,7 @@ def plan_ranks(
         check_has_moments(base)
     following = successor(repo, base, options.like) if base.is_dcp else None
     if following is not None:
-        # From here on, everything but the layers comes from that commit.
+        # From here on, everything but the layers comes from the earlier DeepSpeed commit.
         base = following.before
     elif options.like is not None:
         [called] = references_to(repo, [base])
@@ -297,14 +297,14 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
 
 # -- what does not carry over, in plain sentences ------------------------------------------------------------------
 
-# Keys whose values differ by rank: some are only in the first rank's file, whose metrics are the commit's.
+# Keys whose values may differ by rank: some are only in the first rank's file, and its metrics become the commit's.
 _OF_THE_RANK = frozenset(
     {"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings", METRICS}
 )
 
 
 def moments_notes(composition: Composition, *, is_fresh: bool) -> Iterator[str]:
-    """Note which moments the optimizer begins with, if they do not belong to the weights."""
+    """Yield a note on the moments that the optimizer begins with, if they do not belong to the weights."""
     if is_fresh:
         yield (
             "the optimizer's moments are zero and its counters 0, as before the first step, but the learning rate "
@@ -316,7 +316,7 @@ def moments_notes(composition: Composition, *, is_fresh: bool) -> Iterator[str]:
 
 
 def buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
-    """Note the buffers that differed between ranks, if the number of ranks changes."""
+    """Yield a note on the buffers that differed between ranks, if the number of ranks changes."""
     odd = {name: shards for name, shards in slices.rank_buffers().items() if shards != world_size}
     if odd:
         name, shards = next(iter(odd.items()))
@@ -325,14 +325,14 @@ def buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
 
 
 def _fate(before: int, after: int) -> str:
-    """Say what happens to values that differ between *before* ranks."""
+    """Describe what happens to values that differ between *before* ranks."""
     if before < after:
         return f"ranks {before} and up get the values of rank 0"
     return f"the values of ranks {after} and up are left out"
 
 
 def gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
-    """Note gathered weights that are not derived from the layers: in a mixture, they are still the base's."""
+    """Yield notes on gathered weights that no layer supplies: in a mixture, these weights are still the base's."""
     known = {
         name for parameter in slices.parameters.values() for name in (parameter.name, *parameter.aliases)
     } | slices.buffers()

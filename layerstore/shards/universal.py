@@ -2,7 +2,7 @@
 The format ``universal``: a composite as DeepSpeed's Universal Checkpoint, which any number of ranks loads.
 
 Each parameter has a folder with a file for its master and each of its moments, whole; see ``deepspeed.checkpoint``.
-ZeRO-3 gives all param groups the settings of the first group that it finds, so it gets no settings that differ.
+ZeRO-3 gives all param groups the settings of the first group it finds, so we give it only those that all groups share.
 """
 
 import time
@@ -125,7 +125,7 @@ def _check_adam(repo: Repository, composition: Composition, optimizer: Optimizer
 
 
 def _notes(slices: Slices, optimizer: OptimizerState) -> Iterator[str]:
-    """Note what DeepSpeed's loader does not load."""
+    """Yield notes on what DeepSpeed's loader does not load."""
     differing = sorted(set.union(*(set(group.settings) for group in optimizer.groups)) - _shared(optimizer).keys())
     if differing:
         yield (

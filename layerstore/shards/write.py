@@ -1,9 +1,9 @@
 """
 The formats ``shards`` and ``zero3``: a composite as a ZeRO checkpoint that DeepSpeed resumes from.
 
-A sibling of ``hf``: an output format plans its files, and ``assemble`` and ``target`` do the rest. Only the trees of
-the base's files are used. The engine's loader checks little, so we check every length. Padding is zeros. `RankLoad`
-fills the memory of a rank with the same bytes, without files.
+Like ``hf``, these formats only plan their files; ``assemble`` and ``target`` write them. Only the trees of the base's
+files are used. The engine's loader checks little, so we check every length. Padding is zeros. `RankLoad` fills
+the memory of a rank with the same bytes, without files.
 """
 
 import itertools
@@ -64,7 +64,7 @@ from layerstore.zero3.trees import sharding_in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written(Exported):
-    """The shards that were written; their notes say what does not carry over to this number of ranks."""
+    """The shards that were written; the notes list what does not carry over to this number of ranks."""
 
     world_size: int
     stage: int
@@ -181,7 +181,7 @@ def _shares(ranks: RankStates, *, count: int) -> list[range]:
     """Return the ranks whose files each of *count* processes writes; the first one also writes gathered weights."""
     gathered = sum(_plan_gathered(weights).size_bytes for weights in ranks.state(0).gathered) if count > 1 else 0
     sizes = [gathered] + [ranks.slices.size_bytes // ranks.world_size] * ranks.world_size
-    # The first of *sizes* is the gathered weights', so the ranks' numbers are one too high.
+    # The first of *sizes* is the gathered weights', so an index is one more than the rank's number.
     return [range(max(share.start - 1, 0), max(share.stop - 1, 0)) for share in cut(sizes, count=count)]
 
 
@@ -291,7 +291,7 @@ class _Rank:
                 length = slice_length(elements, self._world_size)
                 begin, valid = rank * length, valid_elements(elements, self._world_size, rank)
                 sizes = {length * item_bytes}
-                # FSDP2 may keep frozen weights in another type; DeepSpeed rounds its own.
+                # Converted if need be: FSDP2 may keep frozen weights in another type than DeepSpeed, which rounds them.
                 filling = slices.pieces(Kind.WEIGHTS, name, dtype=dtype, offset=offset, begin=begin, end=begin + valid)
             case BufferContent(buffer=name) if shards := slices.shards(Kind.BUFFERS, name):
                 # If every rank saved its own buffer, additional ranks get a copy of rank 0's.
@@ -410,7 +410,7 @@ def _tensor_bytes(tensor: GatheredTensor) -> int:
 def _slice_pieces(
     tensor: GatheredTensor, slices: Slices, *, rank: int, world_size: int, offset: int
 ) -> Iterator[Piece]:
-    """Yield the slices that *rank* supplies: those at the start of its own files, whose objects are still cached."""
+    """Yield the slices that *rank* supplies: those that begin in its own share, whose objects are still cached."""
     name = tensor.layer_name
     kind = slices.weights_kind(name, tensor.dtype)
     bounds = slices.bounds(kind, name) if tensor.elements else (0,)

@@ -20,7 +20,7 @@ Repository = Any
 
 Work = Callable[[Repository, Any], AbstractContextManager[Answer]]
 """
-A module-level function. It takes the lead's repository and one part of the work, and yields the answer.
+A module-level function. It takes a repository of the lead's store and one part of the work, and yields the answer.
 
 Its resources are released once the lead sends the next question, or ends.
 """
@@ -40,7 +40,7 @@ class Shares:
         Have every other process do *work* on one of *parts*, in the store of *repo*, while the lead does its own share.
 
         The yielded function waits for the answers and returns them in order, or raises the others' first error.
-        However the block ends, all processes that are still alive have then finished their work.
+        Once the block has ended, even with an error, all processes that are still alive have finished their work.
         """
         assert not parts, "there is nobody to ask"
         yield list

@@ -1,5 +1,5 @@
 """
-Where the processes that a launcher started meet, and the connections that they make there.
+The meeting of the processes that a launcher started, and the connections between them.
 
 They use the same meeting point as the ranks of a training job. The connections are our own, because gloo can wait
 forever for a process that dies while it sends or receives.
@@ -37,7 +37,8 @@ _LIVENESS = (
 _PORTS = range(20_000, 32_000)
 """Below the port range that systems use for outgoing connections."""
 
-# The number of local and of all processes; if equal, all are on this host. First Open MPI, then MPICH and Intel MPI.
+# Variables with the number of local processes and of all processes; if the two are equal, all processes are on this
+# host. The first pair is Open MPI's, the second that of MPICH and Intel MPI.
 _LOCAL_COUNTS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
 
 
@@ -45,7 +46,7 @@ def name_meeting_point() -> None:
     """Set the variables in which torch looks for the lead's address, unless the launcher has set them."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
-    # Open MPI starts its daemons as Slurm steps, so the Slurm variables that its processes inherit are the daemons'.
+    # Open MPI starts its daemons as Slurm steps, so its processes inherit Slurm variables that describe the daemons.
     is_slurms = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ
     if is_slurms and "SLURM_STEP_NODELIST" in os.environ:
         host = first_host(os.environ["SLURM_STEP_NODELIST"])
@@ -64,12 +65,12 @@ def name_meeting_point() -> None:
 
 def connect_all(number: int, count: int) -> list[Connection]:
     """
-    Meet the others; return the lead's connections to them, in order, or this process's connection to the lead.
+    Meet the others; return the lead's connections to them, in order, or another process's connection to the lead.
 
     Raises:
         OSError, RuntimeError, ValueError: The processes do not meet, or the variables with the address are invalid.
     """
-    # torchrun may already have a server listening at the meeting point, which only torch can query.
+    # torchrun may already run a server at the meeting point, and only torch can query that server.
     from torch.distributed.rendezvous import rendezvous
 
     until = time.monotonic() + _MEETING_SECONDS
@@ -114,7 +115,7 @@ def _hello(token: str, number: int) -> bytes:
 
 
 def _heard_number(caller: socket.socket, hellos: dict[bytes, int]) -> int | None:
-    """Return the number of the calling process; None if it does not send the token. Nothing is unpickled yet."""
+    """Return the number of the calling process; None if it does not send the token. Unpickles nothing."""
     caller.settimeout(_HELLO_SECONDS)
     heard = b""
     with suppress(OSError):  # the caller is silent, or gone

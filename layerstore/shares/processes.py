@@ -37,7 +37,7 @@ class JobNotice(UserWarning):
 class _Question:
     store: str
     session: str
-    """The name of a folder that the lead made in its store, and that the others must see in theirs; may be empty."""
+    """The name of a folder that the lead made in its store and the others must see in theirs; if empty, not checked."""
     cache_size: str | None
     work: Work[Any]
     part: Any
@@ -86,7 +86,7 @@ class Led(Shares):
 
 @contextmanager
 def _seen_by_all(repo: Repository) -> Iterator[str]:
-    """Yield a new session, whose folder no copy of the store has; empty if the store is remote or not writable."""
+    """Yield a new session, whose folder no copy of the store has; yield "" if the store is remote or not writable."""
     session = ""
     if repo.remote is None:
         with suppress(StorageIO):  # the store is not writable: without a session, nobody compares the stores
@@ -111,7 +111,7 @@ def _results_of(answers: list[_Answered]) -> Iterator[Any]:
 
 
 def serve_lead(number: int, count: int, opened: Callable[[str], AbstractContextManager[Repository]]) -> None:
-    """Serve the lead as process *number* of *count* until it ends; *opened* opens a store by its name."""
+    """Serve the lead, as process *number* of *count*, until the lead ends; *opened* opens a store by its name."""
     line = _Line(number, count)
     with ExitStack() as stores:
         repos: dict[str, Repository] = {}
@@ -166,8 +166,8 @@ class _Line:
     """
     The connections between the lead, process 0, and the others.
 
-    A single thread uses them and works through its requests in order. So the main thread handles signals even while
-    that thread waits, and a question that a signal interrupts is still answered before the others are told to end.
+    A single thread uses them and works through its requests in order. So the main thread can handle signals while that
+    thread waits. If a signal ends a command early, its question is still answered before the others are told to end.
     """
 
     def __init__(self, number: int, count: int) -> None:

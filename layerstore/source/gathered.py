@@ -2,8 +2,8 @@
 Gathered weights: the headers of safetensors files that a Trainer writes next to the shards.
 
 Headers are read strictly, and each tensor is matched by name with the parameter or buffer whose bytes it should have.
-An ingest checks bit for bit that it has them. docs/adr/0030-safetensors.md says why we do not use the safetensors
-package.
+An ingest then compares these bytes with the tensor's. docs/adr/0030-safetensors.md explains why we do not use the
+safetensors package.
 """
 
 from collections.abc import Callable, Iterable, Mapping

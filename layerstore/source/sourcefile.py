@@ -1,5 +1,5 @@
 """
-Plain reads of a source checkpoint's files, and the errors that describe them.
+Plain reads of a source checkpoint's files, and the errors for files that cannot be used.
 
 Another program owns a source file, which may be missing, a pipe, unreadable, or truncated while we read it. We never
 map it into memory, because truncating a mapped file would kill the process that reads it (ADR 7).
@@ -83,7 +83,7 @@ def open_source(path: Path) -> Iterator[OpenedSource]:
         SourceCheckpoint: *path* does not exist, or is not a regular file.
         StorageIO: *path* cannot be opened; errno is kept.
     """
-    # O_NONBLOCK: opening a pipe must return at once instead of waiting for a writer. Regular files ignore it.
+    # O_NONBLOCK: opening a pipe must return at once instead of waiting for a writer. Regular files ignore the flag.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         fd = os.open(path, flags)

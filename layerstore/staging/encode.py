@@ -30,7 +30,7 @@ class Compact:
 
 
 def _compact(source: ObjectSource, precision: Precision, older: LayerVersion) -> Compact | None:
-    """Return how to keep *source* in *precision*; None for exactly: nothing can be coded, or nothing referred to."""
+    """Return how to keep *source* in *precision*; None to keep it exactly, if nothing can be coded or referred to."""
     codings = {precision.coding(source.kind, part.state, part.dtype) for part in source.slices} - {""}
     if not codings:
         return None
@@ -75,7 +75,7 @@ class CompactLayers:
     """By layer, an older version that differences can refer to, directly or through that version's references."""
 
     def plan(self, layer: str, source: ObjectSource) -> Compact | None:
-        """Return how to keep *source*, an object of *layer*; None for exactly."""
+        """Return how to keep *source*, an object of *layer*; None to keep it exactly."""
         return _compact(source, self.precision, self.older[layer]) if layer in self.older else None
 
     def references(self, layer: str) -> tuple[StoredObject, ...]:
@@ -92,7 +92,7 @@ def referable(
 
     *shard* is the only shard of each layer that this rank writes; None if the rank may write any shard.
 
-    A version is left out if the store has lost any of its objects; ranks that know only their own objects may differ.
+    A version is left out if the store has lost any of its objects; results may differ if ranks know only their own.
     """
     referred, others = {}, []
     for layer, entry in place.inherited.items():
@@ -129,7 +129,7 @@ class ObjectEncoding:
         """Each tensor's checksum is set once its slice is coded."""
         self.reference = how.reference
         self.losses: dict[str, Error] = {}
-        """By optimizer state; the key is empty for masters."""
+        """The coding errors, by optimizer state; the key is empty for masters."""
         self._name = self.reference.id if self.reference else ""
         self._frame, _ = coded_frame(self.tensors, reference=self._name)
         self._offsets = frame(self.tensors).offsets

@@ -41,7 +41,7 @@ _OPEN_FILES_MAX = 8
 # Buffers per call: below any system's limit.
 _READ_TOGETHER_MAX = 64
 
-# The tensor's name in an object that holds a file or a storage; it has no other tensor.
+# The tensor's name in an object that holds a file or a storage; such an object has only this tensor.
 _BYTES_KEY = "bytes"
 
 
@@ -114,7 +114,7 @@ class SourceReader(Reader):
         """Fill each buffer with the bytes at its file and offset; adjacent stretches are read in one call."""
         together: list[memoryview] = []
         before, begin, end = None, 0, 0
-        # The places are almost always in one file, and then all paths are the same object.
+        # Almost always, one file has all the stretches, and then all paths are the same object.
         for path, offset, buffer in sorted(places, key=itemgetter(1)):
             if before is not None and (offset != end or path is not before or len(together) == _READ_TOGETHER_MAX):
                 self._file(before).read_each(together, begin)
@@ -277,7 +277,7 @@ class Staging:
         )
 
     def planned(self, source: ObjectSource, how: Compact | None, witness: Witness | None = None) -> StoredObject:
-        """Stage the slices of *source*, compactly if *how* says so."""
+        """Stage the slices of *source*, compactly unless *how* is None."""
         return self.object(source, witness) if how is None else self.compact(source, how, witness)
 
     def compact(self, source: ObjectSource, how: Compact, witness: Witness | None = None) -> StoredObject:

@@ -56,7 +56,7 @@ def join_version(
         objects=(),
         cut=layer.cut,
     )
-    # No others: the store keeps whatever a version references for as long as it keeps the version.
+    # Only those referred to: the store keeps whatever a version references for as long as it keeps the version.
     older = sorted((packed for packed in references if packed.id in referred), key=attrgetter("shard"))
     data = encode_blob(version, objects, older)
     ref = ref_of(data)

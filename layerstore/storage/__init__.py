@@ -1,4 +1,4 @@
-"""The disk: files, objects, records, the index, locks and trash of one store."""
+"""The storage of one store: its objects, records, parts, index and trash."""
 
 from layerstore.storage.catalog import IndexNotice, RunView, hint_at_dropped
 from layerstore.storage.commits import RecordName, RecordStore, hinted, name_in, read_identity, stated_ids

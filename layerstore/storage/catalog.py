@@ -86,12 +86,12 @@ class RunView:
 
     @cached_property
     def newest_number(self) -> int:
-        """The highest attempt number, with visible commits or not."""
+        """The highest attempt number, whether or not the attempt has visible commits."""
         return max((row.attempt for row in self.rows.values()), default=0)
 
     @property
     def newest_attempt(self) -> int:
-        """The newest attempt that has visible commits; if no attempt has, the newest of all."""
+        """The newest attempt that has visible commits; if there is none, the newest of all attempts."""
         return self.attempts[-1] if self.attempts else self.newest_number
 
     def of_attempt(self, attempt: int) -> list[RecordRow]:
@@ -100,9 +100,10 @@ class RunView:
 
     def fork_of(self, attempt: int) -> Fork | None:
         """
-        Return where *attempt* forked from an earlier one; records of later attempts repeat that fork.
+        Return where *attempt* forked from an earlier one; None if it did not.
 
-        Attempts are numbered in order, so a record that claims to fork from a later attempt is ignored.
+        Records of later attempts repeat the fork, so it is known even if *attempt* has no records left. Attempts are
+        numbered in order, so a record that claims to fork from a later attempt is ignored.
         """
         fork = self._forks.get(attempt)
         return fork if fork is not None and fork.attempt < attempt else None
@@ -130,7 +131,7 @@ class RunView:
 
     def number_at(self, attempt: int, step: int, *, default: RecordRow) -> int:
         """
-        Return the number of the save at *step* in *attempt*'s history, counted by step from the oldest save's number.
+        Return the save number at *step* in *attempt*'s history: the oldest save's number, plus one for each later save.
 
         If there is no visible save up to *step*, return the number of *default*.
         """
@@ -144,7 +145,7 @@ class RunView:
         """
         Return the visible commits of *attempt* and of each of its ancestors.
 
-        Each list comes with the number of its commits up to *step* and up to the fork.
+        Each list comes with the number of its commits that are after neither *step* nor the fork.
         """
         segments = []
         below: int | None = step
@@ -198,7 +199,7 @@ class Catalog:
     """Answers about runs and commits."""
 
     def __init__(self, records: RecordStore, *, directory: Path, store_id: str, is_mirror: bool = False) -> None:
-        """Make the catalog of a store; in a mirror, any process may remove records that are gone from the remote."""
+        """Make the catalog of a store; for a mirror, do not warn of vanished records: each refresh may remove some."""
         self._records = records
         self._is_mirror = is_mirror
         self._directory = directory
@@ -207,7 +208,7 @@ class Catalog:
         self._known: dict[str, _Known] = {}
         self._guard = threading.RLock()  # one thread at a time opens, queries or replaces the index
         self.index_problem: str | None = None
-        """Why there is no index, if there is none."""
+        """Why the index is not used; None if it is."""
         self._refusal: IndexUnusable | None = None
 
     def close(self) -> None:
@@ -370,7 +371,7 @@ class Catalog:
 
     def _add_rows(self, rows: list[RecordRow]) -> None:
         self._with_index(lambda index: index.add(rows))
-        # A collection may have removed a record in the meantime, before it had a row to drop.
+        # A collection may have removed a record in the meantime, before the record had a row to drop.
         self.forget(row.name for row in rows if not self._records.is_there(row.name))
 
     def forget(self, names: Iterable[RecordName]) -> None:

@@ -35,7 +35,7 @@ from layerstore.model import Commit, CommitId, Pin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.no_store import no_store_at
 
-# How many records are read to find the lost store id: few, since every command then reads them before it fails.
+# How many records are read to find a lost store id: few, since every command on such a store reads them and fails.
 _RECORDS_READ_MAX = 16
 
 
@@ -141,7 +141,7 @@ class RecordStore:
         """The text of ``store.json`` as it was last checked, and its unknown flags."""
 
     def refresh(self, *, run: str | None = None, anew: bool = False) -> frozenset[str]:
-        """Fetch the records of *run*, or of all runs, from the bucket that this mirrors; a local store has none."""
+        """Fetch the records of *run*, or of all runs, from the bucket that this store mirrors, if any."""
         del run, anew
         return frozenset()
 
@@ -369,7 +369,7 @@ class RecordStore:
         self.check_store()
         for name in names:
             self._files.unlink(self._path(name))
-        # Sync once for each run. A record that a power cut restores is complete: objects are removed only after this.
+        # Sync once per run. A record that a power cut restores is complete: objects are removed only after this sync.
         for run in {name.run for name in names}:
             self._files.sync_directory(self._layout.run(run))
 

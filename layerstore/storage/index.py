@@ -6,7 +6,7 @@ no answer depends on a row being present, so damage costs only time.
 
 Entries (docs/reference/format.md, section 7):
     header              the store, schema and format of this index
-layers/DIGEST       layer names and a lineage, shared by rows
+    layers/DIGEST       layer names and a lineage, shared by rows
     run/RUN             the name of the run that hashes to RUN
     step/RUN STEP ID    the row of one commit
 Anything that follows from rows (their order, what is hidden, which attempts exist) is derived on demand and never
@@ -14,7 +14,7 @@ stored, so the index cannot contradict itself.
 
 Only this module uses lmdb. A file must not be opened twice in a process, nor used across a fork; LMDB would wait
 forever for another writer; and LMDB trusts the files that it maps, so ``lmdb_file.py`` checks them first. On network
-filesystems, mapped files differ between nodes, so the index is then kept on a disk of this node (``repository.py``).
+filesystems, mapped files differ between nodes, so the index of such a store is on a local disk (``repository.py``).
 """
 
 import contextlib
@@ -130,7 +130,7 @@ class RecordRow(NamedTuple):
         return entries
 
     def without_moments(self) -> "RecordRow":
-        """Return the row that the commit has without its moments."""
+        """Return the row that the commit would have without its moments."""
         entries = self.entries().values()
         return self._replace(versions=packed_versions(replace(entry, optimizer_step=None) for entry in entries))
 
@@ -298,7 +298,7 @@ class Index:
 
     def _change(self, work: Callable[[Any], object]) -> None:
         """
-        Run *work* in a transaction: its changes are durable once this returns; if *work* fails, none is made.
+        Run *work* in a transaction: its changes are durable once this returns; if *work* fails, nothing is changed.
 
         If the map is full, it grows and *work* is called once more.
         """
@@ -416,7 +416,7 @@ def index_problem(folder: Path) -> str | None:
     return None
 
 
-# LMDB forbids opening a file twice in one process: the first close would drop its locks.
+# LMDB forbids opening a file twice in one process: the first close would drop the file's locks.
 _open_environments: dict[tuple[int, int], "_OpenIndex"] = {}
 _registry_guard = threading.Lock()
 
@@ -440,7 +440,7 @@ def _acquire(directory: Path) -> _OpenIndex:
             raise IndexUnusable(f"the index folder cannot be used: {exc}") from exc
         identity = (state.st_dev, state.st_ino)
         opened = _open_environments.get(identity)
-        if opened is None or opened.pid != os.getpid():  # one inherited in a fork belongs to the parent
+        if opened is None or opened.pid != os.getpid():  # an environment inherited in a fork is the parent's
             is_read_only = not os.access(directory, os.W_OK)
             opened = _OpenIndex(_open_environment(directory, read_only=is_read_only), is_read_only)
             _open_environments[identity] = opened

@@ -31,7 +31,7 @@ _NODE_IS_LARGE = 1
 _FREE_FLAGS, _MAIN_FLAGS = 8, 0
 
 _HEADER = struct.Struct("=QHHHH")  # number, padding, flags, end of the offsets, start of the nodes
-_NODE = struct.Struct("=HHHH")  # size or page in two or three parts, flags, size of the key
+_NODE = struct.Struct("=HHHH")  # value size (2 parts), flags, key size; in a branch: page number (3 parts), key size
 _NUMBER = struct.Struct("=Q")
 _TREE = "IHHQQQQQ"
 _META_PAGE = struct.Struct(f"={_HEADER.format[1:]}IIQQ{_TREE}{_TREE}QQ")
@@ -131,7 +131,7 @@ class _Check:
         self._walk(main, is_free=False, lists=[])
         for listed in lists:
             self._take(_pages_listed(listed))
-        # If no tree reaches a page that is not free, the pointer to that page was overwritten.
+        # A page that is neither free nor reached by a tree shows that the pointer to it was overwritten.
         if sum(self._is_taken) != self._end - _METAS:
             raise _Unsound("a page is neither used nor free")
 
@@ -152,7 +152,7 @@ class _Check:
         return last_page, txn, free, main
 
     def _take(self, pages: Iterable[int]) -> None:
-        """Mark *pages* as used or free; raise if one was marked before."""
+        """Mark *pages* as used or free; raise if a page was marked before."""
         for page in pages:
             if not _METAS <= page < self._end or self._is_taken[page]:
                 raise _Unsound(f"page {page} is used twice, or does not exist")
@@ -225,7 +225,7 @@ class _Check:
         (first,) = _NUMBER.unpack_from(self._data, at)
         count = (_HEADER.size + value_bytes - 1) // PAGE_BYTES + 1
         self._take(range(first, first + count))
-        # An overflow page states the number of pages where other pages have their bounds.
+        # An overflow page keeps its number of pages in the fields that other pages use for their bounds.
         stated = self._lower[first] | self._upper[first] << 16
         if (self._numbers[first], self._flags[first], stated) != (first, _OVERFLOW, count):
             raise _Unsound(f"page {first} is not what it is used as")

@@ -21,7 +21,7 @@ from layerstore.model import BlobRef, ObjectId
 from layerstore.storage.objects import ObjectStore, check_hash, check_size, read_chunks
 
 _FRESH_SECONDS = 60.0
-"""The age up to which a written file need not be touched: it stays young for minutes."""
+"""The age up to which a written file need not be touched: no collection takes it for some minutes more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ class ObjectWriter:
 
     def keep(self, draft: Draft, ref: BlobRef) -> bool:
         """
-        Stage *draft* as *ref*, unless the store has *ref* or another draft is *ref*; return whether it was new.
+        Stage *draft* as *ref*, unless *ref* is in the store or already staged; return whether it was new.
 
         The draft is synced in the background; `publish` waits for it. Raises if an earlier draft could not be synced.
         """
@@ -304,7 +304,7 @@ class ObjectWriter:
                 f"object {lost[0].id}, which was there when this began, was removed meanwhile; nothing was saved",
                 hint="repeat the command",
             )
-        # Reused objects too: their writer may have died before its fsync.
+        # The folders of reused objects, too: the writer of such an object may have died before its fsync.
         folders = sorted(
             {self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused, *self._referred)}
         )
@@ -315,8 +315,8 @@ class ObjectWriter:
         self._files.sync_directory(self._layout.objects)
         # In the order of staging: a blob promises that the objects it refers to exist, so it comes after them.
         for ref, path in self._staged.values():
-            # A collection could take a file written long ago as soon as it is linked. When other processes wrote
-            # their files is unknown, so those are touched too.
+            # A collection could take an old file as soon as it is linked, so an old file is touched first. So are the
+            # files of other processes, since their age is unknown.
             if hours_on() > self._written_at.get(ref.id, 0) + _FRESH_SECONDS:
                 self._files.touch(path)
             if ref.id in self._damaged:

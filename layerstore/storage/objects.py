@@ -26,7 +26,7 @@ Stretch = tuple[int, int]
 def read_chunks(file: OpenFile, start: int = 0, size_bytes: int | None = None) -> Iterator[memoryview]:
     """Yield the bytes of *file*, or a stretch of them, in order; a chunk is valid until the next one is requested."""
     end = file.size_bytes if size_bytes is None else start + size_bytes
-    # At least one byte: its length is the step of a range.
+    # At least one byte, because the buffer's length is the step of the range below, which must not be 0.
     buffer = memoryview(bytearray(min(IO_CHUNK_BYTES, max(end - start, 1))))
     for offset in range(start, end, len(buffer)):
         chunk = buffer[: min(len(buffer), end - offset)]

@@ -112,7 +112,7 @@ class PartStore:
                 yield path, int(match["save"]), int(match["rank"])
 
     def all(self) -> Iterator[tuple[Path, Part | LayerstoreError]]:
-        """Yield every part of every session with its path; for an unreadable part, the error."""
+        """Yield the path of every part and draft of every session, with the part, or the error if it cannot be read."""
         for session in (entry for entry in self.listed() if isinstance(entry, str)):
             for path, save, rank in self._named(session):
                 try:
@@ -130,7 +130,7 @@ class PartStore:
         return max((self._files.modified_ns(path) or 0 for path in paths), default=0)
 
     def remove_session(self, session: str, *, before_ns: int) -> None:
-        """Remove the files of *session* last changed before *before_ns*, and the folder if that leaves it empty."""
+        """Remove the files of *session* that last changed before *before_ns*, and the folder if it is then empty."""
         folder = self._layout.parts / session
         for name in self._files.names(folder):
             modified_ns = self._files.modified_ns(folder / name)
@@ -139,7 +139,7 @@ class PartStore:
         self._files.remove_empty(folder)
 
     def withdraw(self, session: str, save: int, rank: int) -> None:
-        """Remove the draft of a part, if it exists, because an object that it refers to is gone."""
+        """Remove the draft of a part, if it exists: an object that it refers to is gone, or the rank has failed."""
         self._files.unlink(self._draft(session, save, rank))
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:

@@ -37,7 +37,7 @@ class Trash:
     # -- records -------------------------------------------------------------------------------------------------
 
     def take_record(self, name: RecordName) -> bool:
-        """Move the record *name* to the trash, durably; return whether it existed. There it still keeps its objects."""
+        """Durably move the record *name* to the trash, where it still keeps its objects; return whether it existed."""
         source = self._layout.record(name.run, name.step, name.id)
         return self._move(source, self._record(name))
 
@@ -46,11 +46,11 @@ class Trash:
         return sorted(entry for entry in self.listed() if isinstance(entry, RecordName))
 
     def only_here(self) -> list[RecordName]:
-        """Return the records only in the trash: a pull or an ingest may have made others visible again."""
+        """Return the records that are only in the trash: a pull or an ingest may have made others visible again."""
         return [name for name in self.records() if not self._records.is_there(name)]
 
     def strangers(self) -> Iterator[Path]:
-        """Yield the path of everything among the records that is not named like a record."""
+        """Yield the path of everything in ``trash/commits/`` that is not named like a record."""
         return (entry for entry in self.listed() if isinstance(entry, Path))
 
     def listed(self) -> Iterator[RecordName | Path]:
@@ -184,7 +184,7 @@ class Aside:
         self._files.make_directory(self._layout.aside)
 
     def take(self, object_id: ObjectId) -> None:
-        """Move an object aside; does nothing if it is aside already, since then a writer has just linked it back."""
+        """Move an object aside; does nothing if the same file is also aside: a writer has just linked it back."""
         try:
             # POSIX: rename does nothing if both names are the same file.
             self._files.rename(self._layout.object(object_id), self._layout.aside / object_id)

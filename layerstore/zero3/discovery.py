@@ -75,7 +75,7 @@ class FoundCheckpoint:
     stamps: Mapping[Path, tuple[int, int]]
     """Size and modification time (ns) of each of these files; a file whose stamp changes is still being written."""
     notes: tuple[str, ...]
-    """What was left out, for the user."""
+    """Messages for the user about what was left out."""
 
     @property
     def run_name(self) -> str:
@@ -99,7 +99,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         if inner.is_symlink() and not follow:
             raise linked(inner)
     names = list_folder(folder / tag)
-    # Do this first: in another program's folder, every ZeRO file would be reported missing.
+    # Before `_pair_up`, which would report every ZeRO file missing in another program's folder.
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
     _refuse_unfinished(folder)
@@ -132,7 +132,7 @@ def check_unchanged(found: FoundCheckpoint) -> None:
 def holds_zero(path: Path) -> bool:
     """Whether `discover` would find a ZeRO checkpoint, complete or not, in the folder *path*."""
     folders = [path]
-    # A tag folder, a save folder or its parent, as `discover` accepts.
+    # *path* may be a tag folder, a save folder or its parent, as for `discover`.
     for _ in range(3):
         names = {folder: list_folder(folder) for folder in folders}
         if any(folder_kind(inside) in READABLE for inside in names.values()):
@@ -179,7 +179,7 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
         named = read_latest(folder)
         if named in tags:
             return named
-        # An empty `latest` names nothing and is ignored.
+        # An empty `latest` is ignored.
         if named:
             raise SourceCheckpoint(
                 f"{folder / LATEST} names {named!r}, which is not a checkpoint next to it",
@@ -191,7 +191,7 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
 
 
 def _other_tags(folder: Path, chosen: str) -> list[str]:
-    """Note that *folder* holds tags besides the chosen one."""
+    """Return a note if *folder* holds tags besides the chosen one."""
     others = sorted((name for name in _tags(folder) if name != chosen), key=natural)
     shown = f"{', '.join(others[:5])}{' …' if len(others) > 5 else ''}"
     note = f"took {chosen!r}, as {LATEST!r} says; {folder} holds {len(others)} more: {shown}"
@@ -199,7 +199,7 @@ def _other_tags(folder: Path, chosen: str) -> list[str]:
 
 
 def read_latest(folder: Path) -> str:
-    """Return the tag that ``latest`` in *folder* names."""
+    """Return the tag in the file ``latest`` of *folder*; empty if the file is."""
     path = folder / LATEST
     data = read_source_file(path, size_bytes_max=LATEST_BYTES_MAX)
     try:
@@ -312,7 +312,7 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
         _refuse_missing(folder, [f"{MODEL_STATES}, or zero_pp_rank_*_{MODEL_STATES} of all ranks,"])
     halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in by_kind if rank not in by_kind[kind]]
     what = "optim_states" if is_whole else "both files"
-    # Gaps between the ranks found. The number of ranks is known only from their files, see `agreed`.
+    # Only gaps between the ranks found: their files, which state the number of ranks, are read later (see `agreed`).
     gaps = [f"{what} of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
     _refuse_missing(folder, halves + gaps)
     if len({path.name.startswith("bf16_") for path in by_kind["optim"].values()}) > 1:
@@ -325,7 +325,7 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
 
 def beside_shards(folder: Path, tag: str) -> Iterator[Path]:
     """
-    Yield the files to keep byte for byte from *folder*, where a trainer may still be writing.
+    Yield the files of *folder* to keep byte for byte; a trainer may still be writing to the folder.
 
     Gathered weights are not kept: they can be derived from the masters, and compose can remake them. An adapter's
     weights are kept: no other file has PEFT's names, and nothing else is trained.
@@ -424,7 +424,7 @@ def _refuse_missing(folder: Path, missing: list[str]) -> None:
 
 
 def shards_of_index(path: Path) -> set[str]:
-    """Return the files that an index of sharded weights names; raises SourceCheckpoint if it is malformed."""
+    """Return the files that an index of sharded weights lists; raises SourceCheckpoint if it is malformed."""
     names = _json_at(path, "weight_map")
     if not isinstance(names, dict):
         raise SourceCheckpoint(f"{path} is not the index of sharded weights", hint="was the save interrupted?")

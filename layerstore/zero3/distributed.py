@@ -13,11 +13,11 @@ from layerstore.layers import typed
 from layerstore.source import list_folder
 
 _HALF = re.compile(r"(?:pytorch_)?(model|optim)(?:_fsdp|izer)?(.*)")
-"""The names of these two subfolders; both have the same ending."""
+"""The name of the model's or the optimizer's subfolder; in one save, both names have the same ending."""
 
 
 def distributed_at(path: Path) -> Path | None:
-    """Return the folder of the whole checkpoint: *path*, or its parent if *path* is one half; None if neither is."""
+    """Return the folder of the checkpoint at *path*, or at its parent if *path* is one half; None if there is none."""
     if _is_half(path) and len(_halves(path.parent)) > 1:
         return path.parent
     return path if _kind(path) in FSDP or _halves(path) else None
@@ -63,7 +63,7 @@ def _is_half(path: Path) -> bool:
 
 
 def _halves(path: Path) -> list[Path]:
-    """Return the model's and the optimizer's folder in *path*, or one of them; none if it holds several saves."""
+    """Return the model's and the optimizer's folder in *path*, or one of them; empty if *path* holds several saves."""
     halves = [path / name for name in list_folder(path) if _is_half(path / name)]
     names = [match.groups() for half in halves if (match := _HALF.fullmatch(half.name))]
     is_one_save = len({end for _, end in names}) == 1 and len({what for what, _ in names}) == len(halves)

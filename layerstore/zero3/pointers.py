@@ -53,7 +53,7 @@ def pointer_bytes(pointer: Pointer, path: Path) -> bytes:
         f"{name} is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
         f"Attach a saver before loading it, or write it out with: {pointer.command}"
     )
-    # No device has this name, so loading fails; only this torch error reads the same with and without weights_only.
+    # No device has this name, so loading fails. No other error of torch reads the same with and without weights_only.
     tree: dict[Tree, Tree] = {
         _KEY: dict(asdict(pointer).items()),
         _WORDS: Inert(name="torch.device", arguments=(words,)),
@@ -74,13 +74,13 @@ def read_pointer(path: Path) -> Pointer | None:
             return None
         payload = read_source_file(path, size_bytes_max=_SIZE_BYTES_MAX)
         if _KEY.encode() not in payload:
-            return None  # a shard, which the shard reader parses anyway
+            return None  # a shard: not parsed here, since the shard reader parses it anyway
         if path.name == DCP_METADATA:
             tree, _ = read_pickle(payload, path=path, records={}, form=OF_DCP_METADATA)
         else:
             tree = read_pt(path).tree
     except (LayerstoreError, OSError):
-        return None  # not a pointer; the shard reader will say what is wrong with it
+        return None  # not a pointer; the shard reader will report what is wrong with it
     fields = tree.get(_KEY) if isinstance(tree, dict) and _WORDS in tree else None
     if not isinstance(fields, dict):
         return None

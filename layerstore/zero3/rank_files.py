@@ -1,7 +1,7 @@
 """
 Read the ranks' files, compare them with each other, and extract the model and its optimizer.
 
-Errors name ranks that disagree, lengths that do not fit, and settings that keep state out of the files. The engine's
+Errors report ranks that disagree, lengths that do not fit, and settings that keep state out of the files. The engine's
 own loader would silently accept most of these.
 """
 
@@ -47,7 +47,7 @@ _EXTRA_STATE = "_extra_state"
 """The ending of names under which torch's modules keep state other than parameters and buffers."""
 
 SubGroupShapes = list[dict[str, Size]]
-"""The parameters of every sub-group with their shapes, in flat order."""
+"""For each sub-group: its parameters with their shapes, in the order of the flat buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class RankSource:
 
     @property
     def has_whole_model(self) -> bool:
-        """Whether the model's file has whole weights, as under stages 1 and 2; the first rank's are used."""
+        """Whether the model's file has whole weights, as under stages 1 and 2; only the first rank's are used."""
         return self.stage != STAGE_3
 
     @property
@@ -110,7 +110,7 @@ class RankSource:
         """
         This rank's slices of frozen parameters; empty if they were left out of the checkpoint.
 
-        Under stages 1 and 2, each is a whole parameter: any in the module that is neither trained nor a buffer.
+        Under stages 1 and 2, each is a whole parameter: any tensor in the module that is neither trained nor a buffer.
         """
         if self.has_whole_model:
             return {name: weights for name, weights in self.weights.items() if name not in self._trained}
@@ -120,9 +120,9 @@ class RankSource:
     @cached_property
     def weights(self) -> dict[str, TreeView]:
         """
-        The whole weights in the model's file, by name; of names that share memory, only a trained one, else the first.
+        The whole weights in the model's file, by name; of names for one memory, only a trained one, or else the first.
 
-        Only the first rank's file records which names share memory, but such names view the same elements.
+        Such names are recognized by the elements that they view: only the first rank's file records them.
         """
         weights_by_place: dict[object, tuple[str, TreeView]] = {}
         for name, weights in self._of_module():
@@ -133,7 +133,7 @@ class RankSource:
         return dict(weights_by_place.values())
 
     def _of_module(self) -> Iterator[tuple[str, TreeView]]:
-        """Yield the module's parameters; under stage 1, which does not name the frozen ones, all but its buffers."""
+        """Yield the module's parameters: under stage 1, which lists no frozen ones, all tensors but buffers."""
         names, frozen = self.model.get("buffer_names"), self.model.get("frozen_param_shapes")
         left_out = {*self.model.optional("shared_params"), *(names.sequence() if names is not None else ())}
         known = None if frozen is None or frozen.value is None else frozen.mapping().keys() | self._trained
@@ -155,7 +155,7 @@ class RankSource:
         buffers = {}
         for name in names.sequence() if names is not None else ():
             value = module.get(name)
-            # Other buffers stay in the tree.
+            # Empty or non-contiguous buffers stay in the tree.
             if isinstance(name, str) and isinstance(value, Tensor) and value.is_contiguous and value.elements:
                 buffers[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
         return buffers
@@ -358,7 +358,7 @@ def _check_flats(rank: RankSource, common: Common) -> None:
         shapes, actual = groups[flat.group], flat.tensor.elements
         expected = rank.sharding.elements(flat.group, rank.rank)
         if not flat.state and actual == rank.sharding.lean(flat.group, rank.rank):
-            expected = actual  # stages 1 and 2 save it without the padding at its end
+            expected = actual  # stages 1 and 2 save a master without the padding at its end
         if actual == 0 and expected:
             raise Unsupported(
                 f"{path}: flat group {flat.group} is empty: its optimizer was offloaded to NVMe",
@@ -407,7 +407,7 @@ def _check_addresses(rank: RankSource) -> None:
     """
     Under stages 1 and 2, raise unless the fragments are at the addresses that the file records.
 
-    With round_robin_gradients, nothing is checked: DeepSpeed then records the addresses for training without it.
+    With round_robin_gradients, nothing is checked: DeepSpeed then records the addresses that hold without this setting.
     """
     mappings = rank.optimizer["optimizer_state_dict"].get("param_slice_mappings")
     if mappings is None or is_dealt(rank.model, rank.optimizer["optimizer_state_dict"]):

@@ -1,8 +1,8 @@
 """
 Read a checkpoint's files into a `Checkpoint`: layers with the positions of their slices, and each rank's state.
 
-Nothing is guessed. Payloads are not read, except for step counters and for buffers, which ranks may share. A live save
-reads one rank at a time; see `share_of`.
+Nothing is guessed. No payloads are read except step counters, and buffers, which are compared between ranks. A live
+save reads one rank at a time; see `share_of`.
 """
 
 import re
@@ -48,7 +48,7 @@ class SliceSource(Slice):
     begin: int = 0
     """The index of its first element in the parameter."""
     box: tuple[int, ...] = ()
-    """Its position in the parameter if its elements are not contiguous: the first index and the extent by dimension."""
+    """Its position in the parameter if its elements are not contiguous: first indices, then extents, by dimension."""
     path: Path
     offset_bytes: int
 
@@ -106,7 +106,7 @@ class Checkpoint:
     checks: tuple[tuple[str, Located], ...]
     """Record name and position of every storage in every ``.pt`` file; `Located` has the checksum of its bytes."""
     notes: tuple[str, ...]
-    """What was left out or looks odd, for the user."""
+    """Messages for the user about what was left out or looks odd."""
     layer_pattern: str | None
     """The rule that names layers, if it is not the built-in one."""
     flags: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ def read_checkpoint(
 
     Raises:
         SourceCheckpoint: A file is damaged, incomplete or untrusted.
-        LayoutMismatch: Its ranks do not match each other, or a length does not fit its parameter.
+        LayoutMismatch: The files of its ranks contradict each other, or a length does not fit its parameter.
         Unsupported: A setting kept state out of the files.
     """
     ranks = read_ranks(found.ranks, allowed_globals)
@@ -184,7 +184,7 @@ def read_checkpoint(
 
 
 def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
-    """Note differing counts; not an error, because an optimizer can be younger than its engine, or have begun anew."""
+    """Yield a note if optimizer and engine count differently: no error, as an optimizer can be newer, or begin anew."""
     updates = rank.model["global_steps"].integer() - rank.model["skipped_steps"].integer()
     counted = sorted({step for step in steps if step is not None})
     # DeepSpeed up to 0.13.1 made an empty first update of its own.
@@ -282,7 +282,7 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
     Return the share of *rank*; the paths of its files are below *folder*.
 
     The caller joins the shares of all ranks. It checks that they agree, compares their buffers, and takes the tied
-    names from rank 0, the only one that records them.
+    names from rank 0, the only rank that records them.
 
     Raises:
         LayoutMismatch: A length does not fit its parameter.
@@ -306,7 +306,7 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
 def _cut_layers(
     ranks: list[RankSource], common: Common, parameters: Mapping[str, Parameter], *, pattern: re.Pattern[str] | None
 ) -> tuple[LayerSource, ...]:
-    """Return every layer, in the model's order, with the slices of *ranks*; *pattern* names layers."""
+    """Return every layer, in the model's order, with the slices of *ranks*; *pattern* decides layers' names."""
     groups, world_size = common.param_shapes, common.dp_world_size
     buffers = common.buffers
 

@@ -37,7 +37,7 @@ class FoundTag:
     folder: Path
     """The save folder."""
     tag: str
-    """DeepSpeed's folder inside it."""
+    """The name of DeepSpeed's folder inside the save folder."""
     step: int | None
     """The trainer's step, else the engine's; None if neither can be read."""
 
@@ -54,7 +54,7 @@ class Survey:
     found: tuple[FoundTag, ...]
     """By step; a checkpoint without a step is sorted by the last number in its name."""
     notes: tuple[str, ...]
-    """What was left out, for the user."""
+    """Messages for the user about what was left out."""
 
 
 def checkpoints_below(tops: Iterable[Path]) -> Survey:
@@ -98,7 +98,7 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
         if distributed_at(folder) == folder:
             notes.append(f"ignored {folder}: it is not DeepSpeed's; use layerstore ingest {typed(str(folder))}")
         elif kind is not None and kind not in FSDP:
-            # Only the file names suggest this, and an ordinary folder may have the same names: look below it anyway.
+            # Only the file names suggest this kind, and an ordinary folder may have such files: look below it anyway.
             notes.append(f"ignored {folder}: it looks like a {kind} checkpoint")
         if "store.json" in names and "objects" in names:
             notes.append(f"ignored {folder}: it is a store")
@@ -119,7 +119,7 @@ def _step(tag: Path) -> int | None:
             return step_of_trainer(state)
         return TreeView(read_pt(model).tree, path=model)["global_steps"].integer()
     except LayerstoreError:
-        return None  # ingest will say what is wrong with it
+        return None  # ingest will report what is wrong with it
 
 
 def _model_file(tag: Path) -> Path:

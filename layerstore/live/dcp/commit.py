@@ -121,7 +121,7 @@ class SaveInProgress:
         shares = list(written)
         options, place = self.options, self.place
         values = {key: data for share in shares for key, data in share.values.items()}
-        # Planned without the lock, which would be held for the whole save; so check the position again under the lock.
+        # The position was found without the lock, which must not be held during a whole save: check the position again.
         with self.repo.lock_run(options.run), Transaction(self.repo) as tx:
             view = view_read_again(self.repo, options.run, options.step)
             if self._place_in(view) != place:

@@ -61,7 +61,7 @@ class StoreWriter(StorageWriter, AsyncStager):
     Make a new writer for each save; after the save, ``commit`` is its commit, on the coordinator.
 
     Raises:
-        InvalidInput: *run* is not a name, or *step* is not a step.
+        InvalidInput: *run* is not a valid name, or *step* is negative or too large.
         Conflict: The run already has this step or a later step.
     """
 
@@ -187,7 +187,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         }
         with repo.files.temporary(repo.layout.tmp, b"".join(values.values())) as path:
             for _ in read_values(path, {key: len(data) for key, data in values.items()}):
-                pass  # raises before anything is written
+                pass  # only read: a value that cannot be kept raises before anything is written
         compact = compact_layers(repo, self._options.keyframes, instruction.compact)
         # Written through the page cache: the caller of save waits, and the disk can catch up later.
         with Transaction(repo) as tx, Threads(WORKERS_MAX, thread_name_prefix="write") as pool:
@@ -195,7 +195,7 @@ class StoreWriter(StorageWriter, AsyncStager):
                 tx.objects, _Reader(plan.items, planner, self._copies), source="the state", checksums=Checksums()
             )
             staged = run_all(pool, partial(_staged, staging, compact), instruction.work)
-            tx.objects.publish()  # durable before the coordinator learns of it and writes the record
+            tx.objects.publish()  # makes objects durable before the coordinator learns of them and writes the record
             written = Written(
                 tuple(_parts(staging, compact, staged)), values, tx.objects.bytes_new, tx.objects.bytes_reused
             )

@@ -1,7 +1,7 @@
 """
 DeepSpeed's engine under ZeRO: capture its state, fill it from a store, and make it save and load through a store.
 
-Only ``engine.py`` uses DeepSpeed's names.
+Only ``engine.py`` uses the engine's own attributes; ``load.py`` imports the few DeepSpeed classes that states contain.
 """
 
 from layerstore.live.deepspeed.attachable import AttachableEngine, EngineLoad

@@ -72,6 +72,6 @@ def _slices(source: RankSource) -> set[Storage]:
 
 
 def _buffers(source: RankSource) -> set[Storage]:
-    """Return the storages of buffers, which the forward pass changes, too."""
+    """Return the storages of buffers, which even a forward pass changes."""
     module = source.model["module"]
     return {module[name].tensor().storage for name in source.buffers}

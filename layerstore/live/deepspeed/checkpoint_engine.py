@@ -138,7 +138,7 @@ class StoreCheckpointEngine:
     @contextmanager
     def loading(self, *, is_whole: bool, note: str) -> Iterator[None]:
         """
-        Wrap one load of the engine, which omits the optimizer's state unless *is_whole*.
+        Wrap one load by the engine; unless *is_whole*, the load omits the optimizer's state.
 
         The saver continues from the loaded commit; after a partial load, it starts from scratch.
         """
@@ -159,7 +159,7 @@ class StoreCheckpointEngine:
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the content of *path* or, if *path* is a pointer, of its target."""
         if path.endswith(_MODEL):
-            self.settle()  # loading changes masters without an update, so the gate would not wait for copies
+            self.settle()  # loading changes masters, and only an update waits for pending copies by itself
             self._load = self._agreed_target(Path(path))
             self._has_begun = True
             self._binding().begin_load()
@@ -175,7 +175,7 @@ class StoreCheckpointEngine:
         return optimizer
 
     def whole_weights(self, path: Path) -> dict[str, Any] | None:
-        """Return all weights of the target of the pointer *path*, alike on all ranks; None if it is no pointer."""
+        """Return all weights that the pointer *path* leads to, the same on all ranks; None if *path* is no pointer."""
         target = self._agreed_target(path)
         if target is None:
             return None
@@ -236,7 +236,7 @@ class StoreCheckpointEngine:
         return self._engine or ZeroEngine(engine_with(self))
 
     def _binding(self) -> Binding:
-        # By the engine itself, not by a `ZeroEngine`: it may be of a kind that no saver can be attached to.
+        # Not through a `ZeroEngine`, which refuses engines that cannot be saved: such an engine may still load.
         return binding_of(engine_with(self)) if self._engine is None else self._engine.binding
 
     # -- the rest of the interface -------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """
-The adapter to DeepSpeed's engine: all uses of DeepSpeed's own names are in this file.
+The adapter to DeepSpeed's engine: in this package, only this file uses the engine's own attributes and functions.
 
 docs/reference/support.md lists the versions of DeepSpeed that were tested.
 """
@@ -231,7 +231,7 @@ class ZeroEngine:
         is_installed = "_get_param_fragment_func" in vars(engine)
         engine._get_param_fragment_func = _fragment
         undo = self.hand_over_model()
-        # DeepSpeed itself assembles the state and passes it to the catcher, so the state of any version is complete.
+        # DeepSpeed itself assembles the state and passes it to the catcher: so it is complete under any version.
         try:
             with self._settled():
                 engine._save_checkpoint(
@@ -387,7 +387,7 @@ def engine_of(model: Any, optimizer: Any) -> Any:
     """
     Return the engine that trains *model*: trainers pass callbacks the bare model, which has no link to its engine.
 
-    *optimizer*, perhaps in Accelerate's wrapper, identifies it: earlier engines of the model may still be alive.
+    *optimizer*, perhaps in Accelerate's wrapper, identifies the engine, as earlier ones of *model* may still be alive.
 
     Raises:
         InvalidInput: No engine trains *model*; or several do, and the optimizer does not identify one of them.

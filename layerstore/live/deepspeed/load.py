@@ -200,8 +200,8 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
     """
     Return the masters, frozen weights and buffers of *composition* by name, each whole and verified.
 
-    They equal the result of DeepSpeed's ``zero_to_fp32``, in the same order: its loader fills an engine from these
-    if the optimizer's state is not requested. Buffers are rank 0's, floating-point buffers as float32.
+    They equal the result of DeepSpeed's ``zero_to_fp32``, in the same order: from such a result, DeepSpeed's
+    loader fills engines if the optimizer's state is not requested. Buffers are rank 0's, as float32 if floating-point.
     """
     composite = Composite(store.repo, composition)
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
@@ -294,7 +294,7 @@ def _facts(
         ("the type of", _PRECISION_HINT): {name: module[name].dtype for name in trained if name in module},
         ("the sub-groups of param group", _GROUPS_HINT): dict(enumerate(counts)),
         ("the parameters of sub-group", _GROUPS_HINT): dict(enumerate(map(list, groups))),
-        # Only under stage 3: in stages 1 and 2, equal parameters make equal partitions, and one optimizer pads masters.
+        # Only under stage 3: under 1 and 2 equal parameters make equal partitions, but some optimizers pad masters.
         ("the elements of sub-group", _GROUPS_HINT): dict(enumerate(flat.numel() for flat in flats if is_stage_3)),
         ("the type of sub-group", _PRECISION_HINT): dict(enumerate(flat.dtype for flat in flats)),
     }

@@ -1,5 +1,5 @@
 """
-Turn live objects into an inert tree, the same as from the ``.pt`` file that ``torch.save`` would write.
+Turn live objects into an inert tree: the same tree as read from the ``.pt`` file that ``torch.save`` would write.
 
 Nothing is written and no tensor is copied: storages point at the memory that holds their bytes.
 """
@@ -29,7 +29,7 @@ class NotPlain(TypeError):
 
     @classmethod
     def at(cls, where: str, value: object, trait: str = "") -> Self:
-        """Return the error for *value*; *trait* is the reason if the class of *value* would be acceptable."""
+        """Return the error for *value*; *trait* is the reason, unless the reason is the class of *value*."""
         kind = type(value)
         return cls(f"{where or 'it'} is a {kind.__module__}.{kind.__qualname__}{trait}")
 
@@ -63,7 +63,7 @@ class Memory:
         )
         self._storages[untyped._cdata] = node
         self._held[place] = untyped  # while we hold it, no other storage can get its address
-        # torch counts changes in place; inference tensors have no count.
+        # torch counts the in-place changes of a tensor; inference tensors have no count.
         self._marks[place] = untyped.data_ptr(), 0 if tensor.is_inference() else tensor._version
         return node
 

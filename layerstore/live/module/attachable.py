@@ -25,7 +25,7 @@ class AttachableModule:
         return self.engine.binding
 
     def meet(self, exchange: Exchange) -> None:
-        """Exchange which rank holds which part of each tensor. Collective."""
+        """Let all ranks know which rank holds which part of each tensor. Collective."""
         self.engine.meet(exchange.integers, exchange.is_same)
 
     def settle(self) -> None:

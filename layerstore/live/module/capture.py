@@ -84,7 +84,7 @@ def _moments_of(layer: LayerSource) -> int:
 
 
 def _updates_of(layer: LayerSource, state: "_State", *, default: int) -> int | None:
-    """Return the number of *layer*'s updates: *default* if the optimizer does not count, None before the first."""
+    """Return how often *layer* was updated: *default* if not counted; None before the first, or if counts differ."""
     counts = [state.steps[parameter.name] for parameter in layer.parameters if parameter.name in state.steps]
     return common_step(counts) if counts or not _moments_of(layer) else default
 

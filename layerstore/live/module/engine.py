@@ -16,7 +16,7 @@ from layerstore.live.module.held import ModuleState, local
 from layerstore.zero3.trees import STEP
 
 _MOMENTS_MAX = 2
-"""How many moments Adam keeps per element; sizes the host buffer, which is made before any moments exist."""
+"""How many moments Adam keeps per element; assumed for the host buffer, which is made before any moments exist."""
 
 
 class ModuleEngine(ModuleState):
@@ -41,7 +41,7 @@ class ModuleEngine(ModuleState):
     @property
     def step(self) -> int:
         """The step of the commit that the module was filled from, plus the number of updates since."""
-        return self._updates[-1].count  # all optimizers update, one after the other
+        return self._updates[-1].count  # all optimizers update, one after the other: the last one ends the step
 
     def begin_at(self, step: int) -> None:
         """Count updates from *step* on."""

@@ -118,7 +118,7 @@ class ModuleState:
 
     def meet(self, gathered: Callable[[Sequence[int]], list[list[int]]], is_same: Callable[[str], bool]) -> None:
         """
-        Exchange which rank holds which part of each tensor. Collective.
+        Let all ranks know which rank holds which part of each tensor. Collective.
 
         Raises:
             LayoutMismatch: The ranks have different models.

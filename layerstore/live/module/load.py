@@ -140,7 +140,7 @@ class ModuleLoad:
         return made
 
     def _plan_states(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's state of each parameter: memory for moments, and values."""
+        """Return the optimizer's state of each parameter: memory into which moments will be read, and values."""
         states = {name: dict[str, Any]() for name in self._trained}
         trained = {self._names[name]: name for name in states if name in self._names}
         for (saved, state), entry in self._held.items():

@@ -19,13 +19,13 @@ from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage import Repository, RunView
 
 PlaceFinder = Callable[[RunView | None], NextCommit]
-"""Returns the position that a job wants, given its run's commits; another job may already hold that attempt."""
+"""Returns the position that a job wants, given its run's commits; another job may hold the position's attempt."""
 
 _TRIES = 10
 
 
 def place_resumed(view: RunView | None, composition: Composition | None) -> NextCommit:
-    """Return where saves continue after an engine was filled with *composition*; if that is None, from scratch."""
+    """Return where saves continue after an engine was filled with *composition*, or begin anew if that is None."""
     if composition is None:
         return NextCommit.begun(view)
     base = composition.base
@@ -58,7 +58,7 @@ class AttemptLock:
                 with self._exchange.raise_on_all():
                     attempt = self._reserved(wish, unless_agreed) if self._exchange.rank == 0 else 0
                 attempt = int(self._exchange.first(str(attempt)))
-                # Only now, under the lock: the last holder may have committed right before releasing the attempt.
+                # Find the position under the lock: the last holder may have committed right before releasing it.
                 place, places = self._exchange.agree_on(
                     partial(self._place_at, wish, attempt),
                     lambda place: "" if place is None else f"{place.attempt} {place.save_number} {place.fork}",
@@ -71,7 +71,7 @@ class AttemptLock:
                         f"the ranks see different commits of run {self._run!r}",
                         hint="does every host see the same store?",
                     )
-                # The old attempt is released only now: after an error above, the saver would continue that attempt.
+                # The old attempt is released only now: if an error came before this, the saver continues that attempt.
                 self._hold(attempt, unless_agreed.pop_all())
                 with self._exchange.raise_on_all():
                     if self._exchange.rank == 0:
@@ -80,7 +80,7 @@ class AttemptLock:
         raise Conflict(f"other jobs keep changing run {self._run!r}", hint="try again, or wait for them")
 
     def _place_at(self, wish: PlaceFinder, attempt: int) -> NextCommit | None:
-        self._repo.records.refresh()  # of a bucket, only rank 0's mirror already has the commits that rank 0 made
+        self._repo.records.refresh()  # with a bucket, only rank 0's mirror already has the commits that rank 0 made
         view = self._repo.catalog.find(self._run)
         return wish(view).moved_to(view, attempt)
 

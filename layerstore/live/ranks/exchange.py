@@ -53,7 +53,7 @@ class Exchange:
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Run a block on every rank; if one fails, raise an error of the same class on all."""
+        """Run a block on every rank; if it fails on one rank, raise an error of the same class on all."""
         problem: Exception | None = None
         try:
             yield
@@ -135,7 +135,7 @@ class Exchange:
 
     def wait(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
         """
-        Call *wait* on every rank until it returns True on all ranks, or *until* passes on one; return whether all did.
+        Call *wait* on every rank until all calls return True, or *until* passes on one rank; return whether all did so.
 
         Ranks exchange a message every minute, because gloo aborts after half an hour of silence, and a first push may
         take longer.

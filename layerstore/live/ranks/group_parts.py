@@ -42,7 +42,7 @@ class GroupParts(PartStore):
         self._pass_on(part)
 
     def publish(self, part: Part) -> None:
-        """Show all ranks *part*, which reports that this rank failed, unless they already see a part of this rank."""
+        """Let all ranks see *part*, the report that this rank failed, unless they already see a part of this rank."""
         # Not in the node's store: a failure refers to no objects that collections would have to keep.
         if not self._group.check([part_name(part.session, part.save, part.rank)]):
             self._pass_on(part)

@@ -24,7 +24,7 @@ Layer = TypeVar("Layer")
 
 def own_versions(exchange: Exchange, repo: Repository, layers: Sequence[Sequence[LayerEntry]]) -> OwnVersions:
     """
-    Return the descriptions of this rank's slices in versions of *layers* saved by as many ranks as now. Collective.
+    Return the descriptions of this rank's slices in the versions of *layers*. Collective.
 
     A layer is left out if one of its versions is damaged, or was cut for a different number of ranks: each rank then
     reads the layer itself, and reports any error itself.
@@ -47,7 +47,7 @@ def versions_to_load(composition: Composition) -> list[tuple[LayerEntry, ...]]:
 
 
 def share_of(layers: Sequence[Layer], rank: int, ranks: int) -> Sequence[Layer]:
-    """Return the *layers* that *rank* reads for all *ranks*: an equal share; if they are few, spread over the hosts."""
+    """Return the *layers* that *rank* reads for all *ranks*: an equal share; few layers are spread over the hosts."""
     return layers[rank * len(layers) // ranks : (rank + 1) * len(layers) // ranks]
 
 

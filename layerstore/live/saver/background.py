@@ -66,7 +66,8 @@ def referable_on_all(
     """
     Return the result of `referable`, limited to layers that are referable on all ranks. Collective.
 
-    Each rank looks only for its own objects: for all, a million calls on each of thousands of ranks would be needed.
+    Each rank looks only for its own objects: to look for all of them, each of thousands of ranks would make a million
+    calls.
     """
     layers = [(entry,) for entry in place.inherited.values()]
     # If *shard* is None, this rank may write any slice, so it needs the whole versions.
@@ -157,7 +158,7 @@ class Background:
         self._writing = Worker("write", self._write)
         self._committing = Worker("commit", self._commit) if commits else None
         self._has_said_exact = False
-        """Whether the warning was logged that no layer of a save could be kept in the requested precision."""
+        """Whether the user was warned that no layer of a save could be kept in the requested precision."""
         self.has_lost_base = False
         """Whether gc removed a layer that the next commit would inherit, so that every layer must be saved again."""
 
@@ -229,7 +230,7 @@ class Background:
     def _report_failure(self, job: Job) -> None:
         try:
             fail_share(self._repo, job.joint, job.failure)
-        except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports has it
+        except Exception as exc:  # noqa: BLE001  # the disk may be full; the next reports inform the other ranks
             LOG.warning("could not record the failure in the store: %s", exc)
 
     def _commit(self, job: Job) -> None:
@@ -252,7 +253,7 @@ class Background:
                 self._inherited, self.has_lost_base = {}, True
         finally:
             try:
-                # Once the record is written or given up: until then, only the parts protect what the ranks wrote.
+                # Only once the record is written or given up: until then, only parts protect objects from gc.
                 self._remove_parts(job.joint)
             finally:
                 job.is_resolved.set()

@@ -250,9 +250,9 @@ def _has_caught_up(store: Store, origin: str, run: str) -> bool:
 
 def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, Any]:
     """
-    Send the run of the commit *newest* to all *places*; return its step if the last place has it, and the errors.
+    Send the run of the commit *newest* to all *places*; return its step if it reached the last place, and the errors.
 
-    If one fails, the others still get the run, and *store* keeps every commit that the failed place lacks.
+    If one place fails, the others still get the run, and *store* keeps every commit that the failed place lacks.
     """
     answer: dict[str, Any] = {"push_error": ""}
     for place in places:

@@ -82,7 +82,7 @@ class Following:
             LOG.warning("could not record the timing of step %d: %s", timing.step, exc)
 
     def _copied(self) -> None:
-        # Not on the rank that commits: the record is in its node's store before it is in the next level.
+        # Not on the rank that commits: its node's store gets the record before the next level does; see `_committed`.
         if self._near is not None and not self._commits:
             self._near.wake()
 
@@ -131,7 +131,7 @@ class Following:
         return is_complete
 
     def is_sent(self, seconds: float) -> bool:
-        """Return whether all saves have reached the nodes' next level, after at most *seconds*; True without one."""
+        """Return whether all saves have left the node's own level, after at most *seconds*; True if it has none."""
         return self._sender is None or self._sender.wait(seconds)
 
     def wait(self, seconds: float) -> bool:

@@ -138,7 +138,7 @@ class MovementWatch:
         self._known.clear()
 
     def _choose_elements(self, share: Share) -> None:
-        """Choose the elements; choose again only if the state moves, as when the optimizer gets its first moments."""
+        """Choose the elements; choose again only if storages change, as when the optimizer gets its first moments."""
         import torch
 
         layers = tuple(layer.layer for layer in share.layers)

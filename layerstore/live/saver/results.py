@@ -60,7 +60,7 @@ class CudaHold(Hold):
 
     @property
     def seconds(self) -> float:
-        """Return the stream's time between the two events; until the stream reaches the second, the host's time."""
+        """Return the stream's time between the two events; until the stream reaches the second one, the host's time."""
         if self._to is None or not self._to.query():  # type: ignore[no-untyped-call]
             return super().seconds
         return float(self._from.elapsed_time(self._to)) / 1e3

@@ -206,7 +206,7 @@ class Saver:
         if repeated is not None:
             return repeated  # without sealing the previous save: more files may come into its folder
         self._seal()
-        # Before any other collective: if a rank waited alone for its disk, the others would time out in it.
+        # Before any other collective, in which the others would time out if a rank waited alone for its disk.
         pressure = self.options.on_pressure if agreed.is_pressed else ""
         is_skipped = pressure == "skip" or (pressure == "wait" and not self._wait_for_room())
         self._copier.follow()
@@ -348,7 +348,7 @@ class Saver:
         )
 
     def _new_outcomes(self) -> dict[int, bool]:
-        """Return, on the rank that commits, outcomes that some ranks may not know yet: whether each is visible."""
+        """Return, on the rank that commits, outcomes that some ranks may not know yet: whether each save is visible."""
         resolved = takewhile(lambda job: job.is_resolved.is_set(), self._jobs)  # in order
         return {job.joint.save_number: job.commit is not None for job in resolved if job.is_visible is None}
 

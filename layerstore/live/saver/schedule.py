@@ -32,7 +32,7 @@ class Schedule:
     had_moments: dict[str, float] = field(default_factory=dict)
     """How many moments the optimizer had for each layer at the layer's last save; infinite if some, number unknown."""
     owed: set[str] = field(default_factory=set)
-    """Layers of saves that were given up, skipped or cut; they are due at the next save."""
+    """Layers not saved because a save was given up, skipped or made smaller; they are due at the next save."""
     pending: dict[int, frozenset[str]] = field(default_factory=dict)
     """The layers due in each save whose outcome is still unknown, by number."""
     compact: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Schedule:
                 self._count(self.counts, due, number)
             else:
                 self.owed |= due
-                # Exact next time: gc may remove this save's masters; its references or values may be why it failed.
+                # Exact next time: gc may remove this save's masters, and its references or values may be why it failed.
                 self.counts.clear()
             del self.compact[number]
 

@@ -2,7 +2,7 @@
 Sending from a node's own first level: each rank copies its shares to the next level.
 
 Once all ranks have copied their shares, rank 0 makes the commit in the next level. Saves are sent in order; if sending
-a save fails, it is retried. Until then, the bytes of the save stay in the first level, not in memory.
+a save fails, it is retried. Until a save is sent, its bytes stay in the first level, not in memory.
 """
 
 import threading
@@ -138,7 +138,7 @@ class Sender:
                 self.sent_step = job.joint.step
                 pin(self._repo, commit, job.joint)
                 self._committed()
-            # After the record. If the save is still waiting, its parts stay: they protect what the ranks have copied.
+            # Not while the save waits for its record in the next level: its parts protect what the ranks have copied.
             if commit is None or self.sent_step == job.joint.step:
                 self._repo.parts.remove(job.joint.session, job.joint.save, world_size=job.joint.share.world_size)
         except Exception as exc:  # noqa: BLE001  # training continues
@@ -153,7 +153,7 @@ class Sender:
         parts: dict[int, Part] = {}
         begun = time.monotonic()
         while True:
-            is_last = self._is_last  # read before looking for parts: a part may still arrive during the look
+            is_last = self._is_last  # read before looking for parts: a part may still arrive while this looks
             if not self._repeated(lambda: parts_of(self._repo, job.joint, parts), job, "commit"):
                 return None
             if len(parts) == job.joint.share.world_size:
@@ -216,7 +216,7 @@ def forget_record(near: Repository, name: RecordName) -> None:
 
 
 def pin(repo: Repository, commit: Commit, joint: JointCommit) -> None:
-    """Pin *commit* if *joint* names a pin; only log if that fails."""
+    """Pin *commit* if a pin was requested in *joint*; if pinning fails, only log that."""
     if joint.pin is None:
         return
     try:

@@ -4,8 +4,8 @@ Read YAML as plain nodes that know their position in the file, and check the typ
 We use only the library's parser, never its constructors: every value stays the text that was written, so ``on``,
 ``0100`` or ``1:30`` cannot turn into something else. We refuse tags, several documents, repeated keys, keys that are
 not text, and aliases of lists or mappings (which could refer to themselves, or expand without end).
-We read events, not the nodes of ``yaml.compose``: there, an alias has the position of its anchor, and a tag that the
-user wrote looks like a tag that the library guessed.
+We read events, not the nodes of ``yaml.compose``: in these nodes, an alias has the position of its anchor, and a tag
+that the user wrote looks like a tag that the library guessed.
 """
 
 import contextlib

@@ -7,7 +7,8 @@ optimizer state from the slices with empty ranges. For us, the slices with empty
 agree with them, and a note lists layers for which LLMTailor's default differs.
 
 In LLMTailor's group ids, 0 is the norm, 1 to L are the blocks, then come the head and the embedding; tied models have
-no head. For LLMTailor, ids are positions in an optimizer; for us, layers, found by name and order in the model.
+no head. LLMTailor uses the ids as positions in an optimizer; for us, each stands for a layer, which we find by its name
+and the layers' order in the model.
 """
 
 import re
@@ -175,7 +176,7 @@ def _ties(version: LayerVersion) -> list[str]:
 
 
 def _embeddings(before: list[str]) -> list[str]:
-    """Return candidates for an untied model's embedding; *before* may also hold positions, norms and projectors."""
+    """Return candidates for an untied model's embedding; *before* may hold position embeddings, norms, projectors."""
     others = [name for name in before if name not in norms(before)]
     named = [name for name in others if _EMBEDDING.search(name) and not _OTHER_EMBEDDING.search(name)]
     return others if len(others) == 1 else named or others
@@ -221,7 +222,7 @@ def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, Choice]:
 
 
 def _auxiliary(recipe: LLMTailorRecipe, groups: LayerGroups, frozen: set[str]) -> dict[str, Choice]:
-    """Return where each auxiliary layer comes from, which the slice that copies its optimizer state decides."""
+    """Return where each auxiliary layer comes from: the slice that copies its optimizer state decides."""
     auxiliary = groups.auxiliary
     owner: dict[str, LayerRange] = {}
     for part in recipe.slices:

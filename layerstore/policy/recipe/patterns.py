@@ -1,5 +1,5 @@
 """
-Patterns of layer names, which recipes contain, and which shorten lists of layers in messages.
+Patterns of layer names: recipes use them to select layers, and messages to shorten lists of layers.
 
 ``*`` matches any text, ``?`` one character, and ``[…]`` one whole number:
 ``[0-3]``, ``[0-3,8]``, ``[28-]`` (to the end), ``[even]``, ``[odd]``. Unlike in a shell, ``[10-20]`` is 10 to 20.

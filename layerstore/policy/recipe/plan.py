@@ -37,7 +37,7 @@ class Choice:
     back: int = 0
     """How many attempts before the run's newest attempt."""
     step: int | None
-    """None stands for the newest step; if *run* is None, too, for the base's own version of the layer."""
+    """None stands for the newest step or, if *run* is None too, for the base's own version of the layer."""
     path: str | None = None
     """The checkpoint's folder, if the recipe gives one: the folder to ingest if the store lacks the step."""
     spot: Spot

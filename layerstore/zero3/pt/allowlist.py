@@ -1,13 +1,13 @@
 """
 What a checkpoint's pickle may hold: the globals that it may name, and the tree that it may describe.
 
-The globals are only names; nothing is imported or called, and those that are not on a list are refused. The names come
-from DeepSpeed's loss scalers, stages and addresses of fragments, torch's functions that rebuild tensors, the containers
-of learning-rate schedulers, and numpy, whose generator states DeepSpeed's data sampler keeps.
+The globals are only names; nothing is imported or called, and those that are not on a list are refused. The lists have
+DeepSpeed's loss scalers, stages and fragment addresses; torch's functions that rebuild tensors; the containers of
+learning-rate schedulers; and what numpy's generator states need, since DeepSpeed's data sampler keeps such states.
 
 A few bytes of pickle can describe a tree that contains itself, is nested deeper than the stack, or expands to
-gigabytes. `check_tree`, both after reading and before writing, visits each shared part once, refuses these, and reports
-the key paths of globals and of parts that cannot be represented.
+gigabytes. `check_tree` refuses such trees, both after reading and before writing; it visits each shared part once. It
+also reports the key paths of globals and of parts that cannot be represented.
 """
 
 import re
@@ -50,7 +50,7 @@ REBUILDS: Final = frozenset(
     }
 )
 
-# Calls to these become tree nodes; on their own, they are refused.
+# Calls to these become tree nodes; without a call, these names are refused.
 CALLED: Final = REBUILDS | {ORDERED_DICT, SIZE, SET, BYTES, ENCODE, GETATTR}
 
 # collections.defaultdict is left out: it carries a function to call, and no known writer uses it.
@@ -60,7 +60,7 @@ INERT: Final = frozenset(
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
         FRAGMENT_ADDRESS,
-        "_io.BytesIO",  # values of a trainer's own, such as losses, saved with torch.distributed.checkpoint
+        "_io.BytesIO",  # a trainer's own values, such as losses, that torch.distributed.checkpoint saved
         "collections.Counter",  # the milestones of torch's MultiStepLR
         "builtins.complex",
         "torch.device",
@@ -77,7 +77,7 @@ STORAGE_CLASSES: Final = frozenset(
     {*(f"torch.{row.storage_class}" for row in DTYPES if row.storage_class), UNTYPED_STORAGE}
 )
 
-# Element types that are not supported here.
+# Element types of torch that are not supported.
 _OTHER_DTYPES = (
     *("complex128", "complex32", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"),
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
@@ -126,10 +126,10 @@ def module_and_name(dotted_name: str) -> tuple[str, str]:
 _Path: TypeAlias = "tuple[_Path, object] | None"
 """A key path as a chain from the leaf up; only reported paths are rendered."""
 
-# The cost of any node in the expanded size.
+# What every node adds to the expanded size, besides its contents.
 _NODE_BYTES = 16
 
-# Tuples as keys are rare and flat; hashing deep ones would recurse outside Python's own guard.
+# Tuples as keys are rare and flat; hashing deep ones would recurse in C, without Python's own guard.
 _KEY_DEPTH_MAX = 8
 
 _KEY_SHOWN_MAX = 200
@@ -204,7 +204,7 @@ def _check_composed_key(key: object, depth: int) -> None:
 
 
 class _Walk:
-    """One walk: heights and expanded sizes by identity, so that shared parts are visited once."""
+    """One walk of a tree. Heights and expanded sizes are kept by identity, so that shared parts are visited once."""
 
     def __init__(self) -> None:
         self.found = TreeReport()
@@ -217,7 +217,7 @@ class _Walk:
             return 0, leaf_bytes
         key = id(node)  # the root keeps every node alive, so ids stay unique during the walk
         if key not in self._measured:
-            self._measured[key] = None  # in progress; meeting it again means that it contains itself
+            self._measured[key] = None  # in progress; a node that is met again now contains itself
             self._measured[key] = self._measure_children(node, path, depth)
         known = self._measured[key]
         if known is None:
@@ -320,7 +320,7 @@ def path_in_words(path: _Path) -> str:
 
 
 def _short(step: object) -> str:
-    # Other keys may be huge, and an integer's decimal form costs quadratic time.
+    # Show only the types of other keys: they may be huge, and a long integer's decimal form costs quadratic time.
     return repr(step) if isinstance(step, int) and step.bit_length() < 64 else type(step).__name__
 
 

@@ -1,7 +1,7 @@
 """
 The calls of a checkpoint's pickle, as tree nodes: tensors, storages and inert objects.
 
-No call is ever made: its arguments are checked against what torch emits, and a node describes the result.
+No call is ever made. A call's arguments are checked against what torch emits, and a node describes the result.
 An unsupported call becomes an `Unreadable`, so that the check of the finished tree can name its key path.
 """
 
@@ -35,7 +35,7 @@ class StorageReference(Unreadable):
     """A pickle's reference to a storage. Outside a tensor, a storage cannot be represented."""
 
     key: str = ""
-    """The record ``data/KEY``."""
+    """KEY in the name of the record, ``data/KEY``."""
     storage_class: str = ""
     """Dotted name; gives the element type unless untyped."""
     device: str = ""
@@ -156,7 +156,7 @@ class Calls:
 
 
 def _value(name: str, arguments: tuple[object, ...]) -> object:  # noqa: PLR0911  # one line a case
-    """Return the value of a call to a type of Python or torch, as protocol 2 spells it."""
+    """Return the value that a call makes: protocol 2 spells some values of Python and torch as calls."""
     match name, arguments:
         case names.ORDERED_DICT, ():
             return OrderedMap()

@@ -6,7 +6,7 @@ Loading it with torch gives live objects of the original classes. Equal trees gi
 are memoized, by value; storages are numbered by first use; sets are sorted. The ``pickle`` module is not used. A list
 or dict that occurs twice in a tree is written twice.
 
-A layout says where each payload goes and which bytes surround them; callers write both.
+A layout holds the position of each payload and the bytes between the payloads; callers write both.
 """
 
 import hashlib
@@ -118,7 +118,7 @@ class _Writer:
             case str():
                 self._text(node)
             case bytes():
-                # Protocol 2 has no bytes; latin-1 maps each byte to the character with its number.
+                # Protocol 2 has no opcode for bytes; latin-1 maps each byte to the character of that number.
                 self._call(names.ENCODE, node.decode("latin-1"), "latin1")
             case Size():
                 self._call(names.SIZE, tuple(node))
@@ -338,8 +338,8 @@ def layout_pt(
         InvalidInput: The tree or the name cannot be written.
     """
     pickled, storages = (pickles or WrittenPickles()).write(tree)
-    # torch's order. We leave out its .format_version and .storage_alignment: they promise that offsets can be computed
-    # from sizes the way torch pads, and some loaders would then ignore our headers.
+    # torch's order of records. We leave out its .format_version and .storage_alignment, which promise torch's padding:
+    # some loaders would then compute offsets from sizes, and ignore our headers.
     contents: tuple[bytes | Storage, ...] = (pickled, b"little", *storages, b"3\n")
     keys = (f"{STORAGE_FOLDER}{key}" for key in range(len(storages)))
     records = [

@@ -84,7 +84,7 @@ def read_pickle(
     """
     Return the tree that *payload* describes, and every storage that its tensors view, in order of first use.
 
-    *records* holds the archive's storages by key; *path* is the file to name in errors; *form* describes its writer.
+    *records* holds the archive's storages by key; *path* is the file's, for errors; *form* describes the writer.
     A global in *allowed_globals* becomes an inert object, unless the allow-list treats it otherwise.
 
     Raises:
@@ -318,7 +318,7 @@ class _Machine:
         if type(target) is list:
             target.extend(items)
         elif isinstance(target, Inert) and not target.has_state:
-            # We made the inert object; its lists are typed for readers.
+            # The cast is safe: the inert object is ours, and its list is typed more narrowly only for readers.
             cast("list[object]", target.appended).extend(items)
         else:
             raise self._malformed("APPENDS on something that is not a list")

@@ -39,7 +39,7 @@ _LOCATOR64 = struct.Struct("<IIQI")
 
 _MAX16 = 0xFFFF
 _MAX32 = 0xFFFFFFFF
-"""All bits set in a field mean that the value is in its 64-bit form."""
+"""A field with all bits set: the value is in the 64-bit form of the field."""
 
 _ZIP64_TAG = 0x0001
 _FLAG_DESCRIPTOR = 1 << 3
@@ -274,7 +274,7 @@ class _Heads:
 
 
 def _locate(heads: _Heads, item: _Listed, name: str) -> Located:
-    """Find the data of *item* after its local header, whose extra field differs from the directory's."""
+    """Find the data of *item* after its local header, whose extra field may differ in length from the directory's."""
     source = heads.source
     header_end = item.header_offset + _LOCAL_HEADER.size + len(item.raw_name)
     if header_end > source.size_bytes:

@@ -51,11 +51,11 @@ class OptimizerState:
     scalars: Mapping[str, Mapping[str, Tree]]
     """By parameter: its other states, such as the step."""
     torch_settings: Mapping[str, Tree]
-    """The settings of torch's optimizer of this kind in each group; DeepSpeed's optimizer may lack some."""
+    """The per-group settings of torch's Adam, some of which DeepSpeed's may lack; empty for other optimizers."""
     notes: tuple[str, ...]
 
     def alike(self) -> Iterator[tuple[str, Tree, list[str]]]:
-        """Yield each scalar state with each of its values, and the parameters that have that value."""
+        """Yield each scalar state once for each of its values, with that value and the parameters that have it."""
         by_value: dict[tuple[str, object], tuple[Tree, list[str]]] = {}
         for name, states in self.scalars.items():
             for state, value in states.items():
@@ -69,12 +69,12 @@ def optimizer_of(
     state: RankState, versions: Sequence[LayerVersion], *, entries: Mapping[str, LayerEntry]
 ) -> OptimizerState:
     """
-    Return the optimizer in *state*, the first rank's under stage 3; *versions* are the versions of all layers.
+    Return the optimizer in *state* (the first rank's, in stage 3's form); *versions* are the versions of all layers.
 
     Each parameter in *entries* gets the counter of its entry, all others the counter in *state*.
 
     Raises:
-        LayoutMismatch: A layer has no counter of its own.
+        LayoutMismatch: A layer, or *state*, has no counter of its own.
     """
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     shapes = sub_group_shapes(model)
@@ -92,7 +92,7 @@ def optimizer_of(
             if state_of is not None:
                 of_group = state_of.mapping()
                 scalars |= {name: _scalars(of_group, entries.get(name)) for name in shapes[group]}
-    # From the layers, not from *state*: a mixture's layers come from other saves and may have moments it lacks.
+    # From the layers, not from *state*: a mixture's layers come from other saves, with moments that *state* may lack.
     sliced = {name: tuple(sorted(states)) for name, states in _sliced(versions).items()}
     notes = [] if sliced else ["the optimizer has made no step yet: it has no moments"]
     if (
@@ -121,7 +121,7 @@ def _sliced(versions: Iterable[LayerVersion]) -> dict[str, list[str]]:
 
 
 def _scalars(kept: Mapping[Tree, Tree], entry: LayerEntry | None) -> dict[str, Tree]:
-    """Return a sub-group's states other than slices; the counter is a tensor, with *entry*'s count if given."""
+    """Return a sub-group's states other than slices; the counter becomes a tensor, with *entry*'s count if given."""
     scalars: dict[str, Tree] = {}
     for key, value in kept.items():
         if key == STEP:
@@ -147,7 +147,7 @@ def config_optimizer(model: TreeView) -> dict[Tree, Tree] | None:
 
 
 def _settings(model: TreeView) -> dict[str, Tree]:
-    """Return the settings of torch's Adam, with the kind of weight decay that DeepSpeed's config states, if any."""
+    """Return the settings of torch's Adam; its weight decay is decoupled unless DeepSpeed's config states otherwise."""
     chosen = (config_optimizer(model) or {}).get("params")
     is_decoupled = chosen.get("adam_w_mode", True) if isinstance(chosen, dict) else True
     return {**_SETTINGS_OF_ADAM, "decoupled_weight_decay": is_decoupled}

@@ -38,7 +38,7 @@ _OF_PARTITIONS = frozenset(
 
 
 def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankState:
-    """Return the state of *rank* of *world_size*, made from *template*; files other than the trees stay the same."""
+    """Return the state of *rank* among *world_size* ranks, made from *template*; only the two trees are changed."""
     model, outer, inner = TreeView.of(template.model), outer_optimizer(template), inner_optimizer(template)
     before = sharding_in(template)
     assert isinstance(before, PartitionSharding)
@@ -113,8 +113,8 @@ def as_stage_3(state: RankState) -> RankState:
     """
     Return *state* as a single rank would save it under stage 3; each param group becomes one sub-group.
 
-    The parameters of a group have the order in which the optimizer was given them. Flat buffers keep the lengths of
-    *state*: `regrouped` sets them.
+    The parameters of a group have the order in which the optimizer was given them. Flat buffers keep the
+    lengths that they have in *state*: `regrouped` sets the new lengths.
     """
     model, outer, inner = TreeView.of(state.model), outer_optimizer(state), inner_optimizer(state)
     groups = sub_group_shapes(model)
@@ -142,7 +142,7 @@ def as_stage_3(state: RankState) -> RankState:
 
 
 def conversion_note(first: RankState) -> str:
-    """Return the note on the setting with which training can continue under stage 3."""
+    """Return the note on the setting that training needs to continue under stage 3."""
     size = sub_group_size(TreeView.of(first.model))
     return (
         f"converted to ZeRO-3 with sub_group_size {size:.0f}: set the same sub_group_size in the config you train with"
@@ -178,6 +178,6 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]]) -> Tree:
         "dp_world_size": 1,
     }
     stated = model.get("frozen_param_shapes")
-    if shapes or (stated is not None and stated.value is not None):  # otherwise left out, or none exist
+    if shapes or (stated is not None and stated.value is not None):  # else the save left them out, or none exist
         values |= {"frozen_param_shapes": OrderedMap(shapes), "frozen_param_fragments": OrderedMap(frozen)}
     return changed(model.mapping(), values)

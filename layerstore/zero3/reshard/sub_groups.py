@@ -36,7 +36,7 @@ class SubGroup:
 
     param_group: int
     sample: int
-    """A sub-group of the base in the same param group, from which everything but slices is taken."""
+    """A sub-group of the base, in the same param group; everything but slices is taken from this sub-group."""
     shapes: dict[str, Size]
     elements: int
     """The length of the buffer."""
@@ -49,7 +49,8 @@ def plan_sub_groups(state: RankState, *, world_size: int, is_by_rule: bool = Tru
     """
     Decide the sub-groups for *world_size* ranks, from the state of any of the base's ranks.
 
-    Without *is_by_rule*, the sub-groups of *state* are whole param groups, whatever DeepSpeed's rule says.
+    Without *is_by_rule*, the sub-groups of *state* are not checked against DeepSpeed's rule, because each is
+    a whole param group.
 
     Raises:
         LayoutMismatch: The base's own sub-groups do not follow from its config, or disagree with each other.
@@ -143,7 +144,7 @@ def _image(value: Tree) -> object:
 
 
 def regrouped(template: RankState, groups: Sequence[SubGroup], *, rank: int, world_size: int) -> RankState:
-    """Return the state of *rank*, made from *template*; files other than the trees stay the same."""
+    """Return the state of *rank*, made from *template*; only the two trees are changed."""
     return replace(
         template,
         rank=rank,
@@ -159,7 +160,7 @@ def _model(template: RankState, groups: Sequence[SubGroup], rank: int, world_siz
         "dp_world_size": world_size,
         "param_shapes": [OrderedMap(group.shapes) for group in groups],
     }
-    if fragments is not None and fragments.value is not None and shapes is not None:  # None: they were left out
+    if fragments is not None and fragments.value is not None and shapes is not None:  # None: left out of the save
         values["frozen_param_fragments"] = changed(fragments.mapping(), dict(_fragments(fragments, shapes, world_size)))
     if rank != template.rank:
         # Only the first rank records which parameters share memory.
@@ -213,7 +214,7 @@ def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
 
 
 def _flat(sample: Tensor, content: FlatContent, elements: int) -> Tensor:
-    # DeepSpeed marks a buffer with the numbers of its first and last parameter. No loader reads the mark.
+    # Drop ds_id, DeepSpeed's mark with the numbers of a buffer's first and last parameter: no loader reads it.
     attributes = {key: value for key, value in (sample.attributes or {}).items() if key != "ds_id"}
     return replace(resized(sample, elements, content), attributes=attributes or None)
 

@@ -19,10 +19,10 @@ from layerstore.states import RankState
 from layerstore.zero3.trees.view import STAGE_3, TreeView, config_of, outer_optimizer, stage_of, sub_group_shapes
 
 Groups = Sequence[Mapping[str, Sequence[int]]]
-"""The parameters of every flat buffer with their shapes, in flat order."""
+"""For each flat buffer: its parameters with their shapes, in the order of the buffer."""
 
 _ALIGNMENT = 2
-"""DeepSpeed's alignment of a partition, in elements: 16-bit partitions begin at multiples of four bytes."""
+"""DeepSpeed makes partitions a multiple of this many elements: 16-bit ones then begin at multiples of four bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,10 @@ class EvenSharding:
     groups: Groups
     world_size: int
     cut: str = "even"
-    """The word for this sharding in a version's ``cut``."""
+    """The value of ``cut`` in versions that are split this way."""
 
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
-        """Yield the fragments that *rank* holds of the flat buffer *group*, in order."""
+        """Yield the fragments in *rank*'s part of the flat buffer *group*, in order."""
         start = 0
         for name, elements, length in self._members[group]:
             valid = min(length, elements - rank * length)
@@ -82,11 +82,11 @@ class PartitionSharding:
     groups: Groups
     world_size: int
     paddings: Sequence[Sequence[int]]
-    """By group: how many padding elements follow each parameter to align the next; empty if none do."""
+    """By group: how many padding elements follow each parameter to align the next; empty if there is no padding."""
     cut: str = "partition"
 
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
-        """Yield the fragments that *rank* holds of the flat buffer *group*, in order."""
+        """Yield the fragments in *rank*'s part of the flat buffer *group*, in order."""
         size, starts, members = self.elements(group, rank), self._starts[group], self._members[group]
         first, last = rank * size, (rank + 1) * size
         number = max(bisect_right(starts, first) - 1, 0)
@@ -102,7 +102,7 @@ class PartitionSharding:
         return _ALIGNMENT * -(-self._starts[group][-1] // (_ALIGNMENT * self.world_size))
 
     def lean(self, group: int, rank: int) -> int:
-        """Return the length without the padding at the end; a master may be saved without it."""
+        """Return the length without the padding at the end, because a master may be saved without that padding."""
         size = self.elements(group, rank)
         return max(0, min(size, self._starts[group][-1] - rank * size))
 
@@ -113,7 +113,7 @@ class PartitionSharding:
 
     @cached_property
     def _starts(self) -> list[list[int]]:
-        """By group: where each parameter starts in it, and finally where the group ends."""
+        """By group: the positions in the group where each parameter starts and, last, where the group ends."""
         starts = []
         for number, members in enumerate(self._members):
             paddings = self.paddings[number] if self.paddings else [0] * len(members)
@@ -160,7 +160,7 @@ def is_dealt(model: TreeView, outer: TreeView) -> bool:
     """
     Whether the parameters of each group were reordered by ``round_robin_gradients``.
 
-    DeepSpeed's optimizer that does not state its ZeRO stage ignores that setting.
+    One of DeepSpeed's optimizers does not state its ZeRO stage; that optimizer ignores the setting.
     """
     zero = (config_of(model) or {}).get("zero_optimization")
     is_set = isinstance(zero, dict) and zero.get("round_robin_gradients") is True

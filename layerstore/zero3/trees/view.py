@@ -30,14 +30,14 @@ _ENGINE_KEYS = """
 """
 ENGINE_KEYS = frozenset(_ENGINE_KEYS.split())
 
-# DeepSpeed's keys for the masters, and for the wrapped optimizer's own state: for stage 3, then for stages 1 and 2.
+# DeepSpeed's keys for the masters and for the wrapped optimizer's own state: first stage 3's, then stages 1 and 2's.
 _MASTERS = ("fp32_flat_groups", "single_partition_of_fp32_groups")
 _INNER = ("optimizer_state_dict", "base_optimizer_state")
 
 STEP = "step"
 """The optimizer's update count, one per sub-group: an int in DeepSpeed's optimizers, a scalar tensor in torch's."""
 _COUNTERS = {"F32": Struct("<f"), "F64": Struct("<d"), "I64": Struct("<q"), "I32": Struct("<i")}
-"""The binary layout of such a scalar tensor, by element type."""
+"""The binary layout of a counter that is a scalar tensor, by element type."""
 
 
 class TreeView:
@@ -78,7 +78,7 @@ class TreeView:
         return {} if value is None else value.mapping()
 
     def integer(self) -> int:
-        """Return this as an integer; DeepSpeed counts samples in floats when it has an ``mpu``."""
+        """Return this as an integer, also from a whole float: with an ``mpu``, DeepSpeed counts samples in floats."""
         if isinstance(self.value, float) and self.value.is_integer():
             return int(self.value)
         if not isinstance(self.value, int) or isinstance(self.value, bool):
@@ -139,7 +139,7 @@ def stage_of(outer: TreeView) -> int:
     """
     Return the ZeRO stage, from the state of DeepSpeed's optimizer wrapper.
 
-    DeepSpeed's optimizer that accumulates fp32 gradients for bf16 weights does not state its stage; it is always 1.
+    DeepSpeed's optimizer that accumulates fp32 gradients for bf16 weights does not state its stage, which is always 1.
     """
     stage = outer.get("zero_stage")
     if stage is not None and isinstance(stage.value, Inert):
@@ -154,7 +154,7 @@ def masters_in(outer: TreeView) -> TreeView:
 
 
 def inner_in(outer: TreeView) -> TreeView:
-    """Return the wrapped optimizer's own state, from inside DeepSpeed's."""
+    """Return the wrapped optimizer's own state, from inside the state of DeepSpeed's wrapper."""
     return outer.get(_INNER[1]) or outer[_INNER[0]]
 
 
@@ -169,20 +169,20 @@ def outer_optimizer(state: RankState) -> TreeView:
 
 
 def inner_optimizer(state: RankState) -> TreeView:
-    """Return the wrapped optimizer's own state, from inside DeepSpeed's."""
+    """Return the wrapped optimizer's own state, from inside the state of DeepSpeed's wrapper."""
     return inner_in(outer_optimizer(state))
 
 
 def leaves_out_frozen(state: RankState) -> bool:
-    """Whether the save was told to leave frozen parameters out; False under stage 1, which does not record it."""
+    """Whether the save was told to leave frozen parameters out; False under stage 1, which does not record this."""
     shapes = TreeView.of(state.model).get("frozen_param_shapes")
     return shapes is not None and shapes.value is None and stage_of(outer_optimizer(state)) != 1
 
 
 def with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
-    """Return the ``optim_states`` tree with *outer* replaced in DeepSpeed's state, *inner* in the optimizer's own."""
+    """Return the ``optim_states`` tree with *outer* set in the wrapper's state, *inner* in the wrapped optimizer's."""
     within = changed(inner_optimizer(state).mapping(), inner)
-    # Given under both keys: `changed` replaces only keys that exist.
+    # Pass the state under both stages' keys: `changed` replaces only keys that exist.
     around = changed(outer_optimizer(state).mapping(), {**outer, **dict.fromkeys(_INNER, within)})
     return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
 
@@ -212,7 +212,7 @@ def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
 def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tuple[str, str]]:
     """Yield each unsupported setting, and how to train without it."""
     shapes = model.get("param_shapes")
-    # DeepSpeed saves None without ZeRO.
+    # Without ZeRO, DeepSpeed saves None for the shapes.
     stage = 0 if shapes is not None and shapes.value is None else stage_of(optimizer)
     if stage not in {1, 2, 3}:
         yield f"was saved under ZeRO stage {stage}", "train with zero_optimization.stage 1, 2 or 3"
@@ -231,7 +231,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
     if degree != 1:
         yield f"was saved with tensor parallelism of degree {degree}", "train without tensor parallelism"
     config = config_of(model) or {}
-    # DeepSpeed makes a mesh of these two sizes, and its groups from one dimension of the mesh.
+    # DeepSpeed makes a mesh of these two sizes, but shares the state only along one dimension of the mesh.
     job = prod(
         size if isinstance(size := config.get(f"{kind}_parallel_size"), int) else 0 for kind in ("data", "sequence")
     )
@@ -242,7 +242,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
         )
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
-        return  # DeepSpeed was given a path, so these settings are unknown
+        return  # DeepSpeed was given a path to its config, so these settings are unknown
     offload = zero.get("offload_param")
     if model.optional("frozen_param_fragments"):
         if isinstance(offload, dict) and offload.get("device") == "nvme":
@@ -255,7 +255,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
 
 
 def config_of(model: TreeView) -> dict[Tree, Tree] | None:
-    """Return DeepSpeed's config from the file; None if DeepSpeed was given a path."""
+    """Return DeepSpeed's config from the file; None if DeepSpeed was given the path of a config instead."""
     config = model.get("ds_config")
     return config.value if config is not None and isinstance(config.value, dict) else None
 
@@ -264,7 +264,7 @@ def undivided(state: RankState) -> str:
     """
     Describe the first part of the optimizer's state that several parameters of a sub-group share; empty if none.
 
-    8-bit optimizers keep moments in blocks whose scales belong to no layer; others keep factors of a whole matrix.
+    8-bit optimizers keep moments in blocks whose scales belong to no layer; some others keep factors of a whole matrix.
     Such state is kept unchanged, rank by rank, and can be used only with the save that it came from.
     """
     return undivided_in(
@@ -313,13 +313,13 @@ def same_bytes(tree: Tree) -> bytes:
 
 
 def count_of(counter: Tree) -> int | None:
-    """Return a step counter as a number; None if it is not a counter."""
+    """Return a step counter as a number; None if *counter* is no counter, or is not finite."""
     number = number_of(counter)
     return int(number) if number is not None and math.isfinite(number) else None
 
 
 def number_of(counter: Tree) -> float | None:
-    """Return the value of a number or of a one-element tensor; None if *counter* is neither."""
+    """Return the value of an integer or of a one-element tensor; None if *counter* is neither."""
     if not (isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in _COUNTERS):
         return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
     content, layout = counter.storage.content, _COUNTERS[counter.storage.dtype]
@@ -329,7 +329,7 @@ def number_of(counter: Tree) -> float | None:
     else:
         assert isinstance(content, Located), "trees that were just read point into their files"
         with open_source(content.path) as file:
-            # Ranks compare counters before payloads are verified; unchecked, rot would look like a mixed checkpoint.
+            # Check now: ranks compare counters before payloads are verified, and rot would look like a mixed save.
             if content.size_bytes <= INLINE_BYTES_MAX:
                 stored = file.read_at(content.offset_bytes, content.size_bytes)
                 if crc32(stored) != content.crc32:
