@@ -261,7 +261,7 @@ class _Request:
         return store.compose(reference, policy=policy, exact=self.exact, without_damaged=self.without_damaged)
 
     def _check_alone(self, what: str, given: Mapping[str, object], hint: str) -> None:
-        """Raise InvalidInput if *given* or any option that chooses layers was passed: *what* decides by itself."""
+        """Raise InvalidInput if *what*, which chooses the layers, came with an option in *given* or of a policy."""
         damaged = self.without_damaged and bool(self.average)
         given = {**given, "--policy": self.policy, "--exact": self.exact or None, "--without-damaged": damaged or None}
         for name, value in {**given, **{f"--{setting}": value for setting, value in self.settings.items()}}.items():

@@ -69,7 +69,7 @@ def push(
 
 
 def _print_made(store: "Store", url: str) -> None:
-    """Print that the store at *url* is new: if the URL is mistyped, nobody would find what is sent to it."""
+    """Print that the store at *url* was just made, so that a mistyped URL is noticed."""
     from layerstore.history import pushed_to
 
     before = pushed_to(store.repo).get(url, ())

@@ -93,7 +93,7 @@ def refers_to(line: "LayerLine") -> str:
 
 
 def _lost_of(line: "LayerLine") -> str:
-    """Return the error of a layer's masters; if they are exact, the largest of its moments."""
+    """Return the error of a layer's masters or, if they are exact, the largest error of its moments."""
     losses = {loss.state: loss.relative_rms for loss in line.losses}
     lost = losses.get("master", max(losses.values(), default=None))
     return "-" if lost is None else f"{lost:.2%}"

@@ -68,7 +68,7 @@ JSON_CONTAINERS_MAX = 1_000_000
 
 # The pickle inside a .pt file describes a tree; 70B on 1,000 ranks needs about 2 MiB and 200,000 opcodes, a mixture of
 # 50,000 experts ten times that. The limits allow about twice that and no more, because memory must stay small: one byte
-# of opcode can make an object of 64 bytes, and a list, dict, set or call one of 250.
+# of opcode can make an object of 64 bytes, or of 250 bytes if it is a list, dict, set or call.
 PICKLE_BYTES_MAX = 64 * MIB
 PICKLE_OPCODES_MAX = 5_000_000
 PICKLE_OBJECTS_MAX = 1_000_000

@@ -582,7 +582,7 @@ class Store:
             with self._remote(remote) as source:
                 self._check_own(source, "nothing was removed")
                 outcome = collect(source, request, dry_run=dry_run, progress=progress or Silent())
-                # For a store in a bucket, nothing notes what was pushed.
+                # A store in a bucket keeps no list of what was pushed from it.
                 if outcome.removed and not dry_run and self._repo.remote is None:
                     removed = [CommitId(fate.commit) for fate in outcome.removed]
                     note_pushed(self._repo, source.bucket.url, (), before=removed)

@@ -102,7 +102,7 @@ def _damaged(name: str, reason: str) -> IntegrityError:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What is kept in memory of a format 1 record while the other records of its run are read."""
+    """The fields of a format 1 record that stay in memory while the other records of its run are read."""
 
     attempt: int
     step: int

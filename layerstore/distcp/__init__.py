@@ -1,5 +1,5 @@
 """
-PyTorch's distributed checkpoints (``torch.distributed.checkpoint``), and FSDP's full form, without torch.
+PyTorch's distributed checkpoints and FSDP's full state dicts, read and written without importing torch.
 
 ``read`` and ``whole`` read a folder, ``standalone`` makes a commit of it, ``onto`` ingests it onto a DeepSpeed commit.
 ``contents`` identifies a folder's tensors, ``names`` gives a commit's tensors their keys, and ``write`` makes a folder.

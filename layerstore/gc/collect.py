@@ -345,7 +345,7 @@ def check_confirmed(fates: Iterable[CommitFate], trash: Gone, request: GcRequest
             )
     if trash.count > request.confirmed.trash.count:
         raise Conflict(
-            "more would leave the trash now than in the plan that was shown; nothing was removed", hint=_NEW_PLAN
+            "more would be deleted from the trash now than the plan showed; nothing was removed", hint=_NEW_PLAN
         )
 
 

@@ -271,7 +271,7 @@ class _Push:
         return incomplete
 
     def _is_settled(self, pin: Pin, *, is_first: bool) -> bool:
-        """Whether *pin* need not be sent; in the first run, also look for the objects that it needs."""
+        """Whether *pin* need not be sent; on the first pass, the bucket must also have all of its objects."""
         try:
             return self._has_pin(pin) and (not is_first or self._inventory.has_all_of(pin.record))
         except (AlreadyExists, IntegrityError) as exc:
@@ -375,7 +375,7 @@ class _Push:
             if self._is_stale():
                 self._begin()
             group = self._process_each(group, lambda _, record: self._send_objects(pool, record))
-            # Send records only if the listing is still valid, and no collection since it has removed our objects.
+            # Send records only if the listing is still valid and no later collection has removed our objects.
             if self._is_stale():
                 continue
             if collected_since(self._bucket, self._listed_ns):

@@ -91,7 +91,7 @@ def _problem_now(path: Path) -> str | None:
         pages = size_bytes // PAGE_BYTES
         if pages < _METAS:
             return "it was cut short"
-        # Map the file, as LMDB will: reading a long index would take longer than checking it.
+        # Map the file, as LMDB will: copying a long index into memory would take longer than checking it.
         with (
             mmap.mmap(file.fileno(), pages * PAGE_BYTES, prot=mmap.PROT_READ) as data,
             memoryview(data) as view,

@@ -1,4 +1,4 @@
-"""The error for a path without a store; its hint points to a store inside the path, or to a command that makes one."""
+"""The error for a path that is not a store; its hint names a store below the path, or a command that makes one."""
 
 import contextlib
 from pathlib import Path

@@ -357,7 +357,7 @@ class ObjectWriter:
         return lost
 
     def claimed_elsewhere(self) -> list[BlobRef]:
-        """Return the claimed blobs that are not in ``objects/``: their objects may be about to go too."""
+        """Return the claimed blobs that have left ``objects/``: what they refer to may be about to leave, too."""
         return [ref for ref in self._claimed.values() if not self.claim(ref)]
 
     def __enter__(self) -> "ObjectWriter":

@@ -199,7 +199,7 @@ def _other_tags(folder: Path, chosen: str) -> list[str]:
 
 
 def read_latest(folder: Path) -> str:
-    """Return the tag in the file ``latest`` of *folder*; empty if the file is."""
+    """Return the tag in the file ``latest`` of *folder*, or '' if that file is empty."""
     path = folder / LATEST
     data = read_source_file(path, size_bytes_max=LATEST_BYTES_MAX)
     try:

@@ -757,7 +757,7 @@ def test_no_more_leaves_the_trash_than_was_shown(three: Store) -> None:
     [dropped] = (three.path / "trash" / "commits" / "r").glob("30.*")
     os.utime(dropped, (1, 1))  # a drop and a gc in the same tick of the disk's clock are told apart by nobody
 
-    with pytest.raises(Conflict, match="more would leave the trash"):
+    with pytest.raises(Conflict, match="more would be deleted from the trash"):
         three.gc(empty_trash=True, confirmed=shown)
 
     three.undrop("r@30")

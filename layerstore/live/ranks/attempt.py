@@ -34,7 +34,7 @@ def place_resumed(view: RunView | None, composition: Composition | None) -> Next
 
 
 class AttemptLock:
-    """The attempt that a saver saves to; rank 0 holds the lock for all ranks."""
+    """The lock on the attempt that a saver saves to; rank 0 holds it for all ranks."""
 
     def __init__(self, exchange: Exchange, repo: Repository, *, run: str) -> None:
         self._exchange = exchange
