@@ -175,13 +175,25 @@ def alone(path: Path) -> Iterator[None]:
 
     The lock only avoids duplicate work: on a filesystem without flock, all processes hold it at once.
     """
-    with lock(path, what="a download", deadline_seconds=math.inf):
+    while True:
+        fd = open_lock_file(path)
         try:
-            yield
-        finally:
-            # Remove the file before unlocking it: a waiting process then finds it gone, and locks a new file.
+            # Without flock, the work is done twice rather than not at all.
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_at(fd, path):
+                break
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the previous holder has removed the file
+    try:
+        yield
+    finally:
+        # Remove the file before unlocking it: a waiting process then finds it gone, and locks a new file.
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        os.close(fd)
 
 
 def try_flock(fd: int, path: Path) -> bool | None:
