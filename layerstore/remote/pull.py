@@ -443,4 +443,6 @@ def partial_of(repo: Repository) -> str | None:
 def _make_partial(repo: Repository, url: str) -> None:
     """Record that the remote at *url* has what *repo* lacks."""
     # Synced before the first record is fetched: without this file, a missing tensor would look like damage.
-    repo.rewrite(repo.layout.partial, lambda: json.dumps({"url": url}).encode() + b"\n")
+    with repo.files.temporary(repo.layout.tmp, json.dumps({"url": url}).encode() + b"\n") as source:
+        repo.files.rename(source, repo.layout.partial)
+    repo.files.sync_directory(repo.layout.root)
