@@ -26,8 +26,6 @@ LINE_SECONDS = 30.0
 
 _DRAW_SECONDS = 0.2
 _BAR_WIDTH_MIN, _BAR_WIDTH_MAX = 10, 20
-_STEP = "…"
-"""The name of a phase of which only the elapsed seconds are known."""
 _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -93,8 +91,6 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
     >>> progress_line(Phase("verify", 10**9, 10**8, 60), Phase("verify", 10**9, 10**8, 30))
     'verify: 10%, 100.0 MB of 1.0 GB, 0 B/s'
     """
-    if phase.what == _STEP:
-        return f"  {_STEP} {phase.seconds:.0f} s"
     # The rate of a phase that started after *before* counts from the start of that phase.
     is_same = before is not None and before.what == phase.what and before.seconds < phase.seconds
     done, seconds = (before.done, before.seconds) if before is not None and is_same else (0, 0.0)
@@ -169,11 +165,32 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
 
     Until the next step, the elapsed seconds are shown: in place on a terminal, in a log by a line now and then.
     """
-    with shown_progress(as_json=as_json, every_seconds=every_seconds) as progress:
+    if as_json or output.is_quiet or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
+        yield lambda _: None
+        return
+    is_live, stop, guard, began = sys.stderr.isatty(), threading.Event(), threading.Lock(), [time.monotonic()]
 
-        def print_step(line: str) -> None:
-            if isinstance(progress, Lines):
-                print_progress(line)
-                progress.start(_STEP, 0)
+    def print_step(line: str) -> None:
+        with guard:
+            began[0] = time.monotonic()
+            print_progress(line)
 
+    def count() -> None:
+        pause = 1.0 if is_live else every_seconds
+        while not stop.wait(pause):
+            with guard, contextlib.suppress(OSError):
+                seconds = time.monotonic() - began[0]
+                if seconds >= pause:
+                    (draw if is_live else print_progress)(f"  … {seconds:.0f} s")
+
+    counting = threading.Thread(target=count, daemon=True)
+    with contextlib.suppress(RuntimeError, MemoryError):  # no memory for a thread: work without a clock
+        start(counting)
+    try:
         yield print_step
+    finally:
+        stop.set()
+        if counting.ident is not None:
+            counting.join()
+        with contextlib.suppress(OSError):  # nobody reads stderr now
+            draw("")

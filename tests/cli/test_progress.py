@@ -105,7 +105,7 @@ def test_steps_are_folded_on_a_terminal_and_whole_in_a_log(
         print_line(line)
 
     assert capsys.readouterr().err == f"{line}\n"
-    shown = [text for text in terminal.getvalue().splitlines() if text.strip() and "…" not in text]
+    shown = [text for text in terminal.getvalue().splitlines() if text.strip()]
     assert len(shown) == 2
     assert all(len(text) <= 80 for text in shown)
     assert " ".join(" ".join(shown).split()) == " ".join(line.split())
@@ -132,7 +132,7 @@ def test_while_a_step_lasts_its_seconds_are_counted(
     assert log[0] == "starting"
     assert log[1] == "  … 0 s"
     assert "\r  … 1 s" in terminal.getvalue()
-    assert re.search(r"\r {20,}\rdone\n(\r  … \d+ s +\r)+\r {20,}\r$", terminal.getvalue())
+    assert re.search(r"\r {20,}\rdone\n$", terminal.getvalue())
     assert capsys.readouterr().err == ""
 
 
