@@ -18,7 +18,7 @@ class DType:
     torch_name: str
     """``torch.<name>``."""
     numpy: str
-    """The type that numpy reads it as. As numpy lacks bfloat16 and 8-bit floats, it reads their bits as integers."""
+    """The type that numpy reads it as. numpy alone lacks bfloat16 and 8-bit floats: it reads their bits as integers."""
     storage_class: str | None
     """The storage class that ``torch.save`` writes for this type; None if torch has only untyped storages for it."""
 

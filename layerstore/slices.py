@@ -393,14 +393,14 @@ def _masters_of(version: LayerVersion) -> LayerVersion:
 
 
 def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:
-    """Return *parts* as the addends of a mean; raises LayoutMismatch if their element types differ, or are fp64."""
+    """Return *parts* as the addends of a mean; raises LayoutMismatch if their element types differ or have no mean."""
     addends = []
     for stored, start, elements, weight in parts:
         piece = stored.piece(0, start=start, elements=elements)
         addends.append(Addend(object=piece.object, object_offset=piece.object_offset, weight=weight))
         first = parts[0][0].tensor
         # `mean` returns fp32, which is less precise than fp64.
-        if stored.tensor.dtype != first.dtype or first.dtype == "F64":
+        if stored.tensor.dtype != first.dtype or first.dtype == "F64" or not can_convert(first.dtype, "F32"):
             raise LayoutMismatch(
                 f"{first.name!r} is stored as {first.dtype} and as {stored.tensor.dtype}: these have no mean",
                 name=first.name,

@@ -311,7 +311,11 @@ class Store:
         graph: bool = False,
         metrics: bool = False,
     ) -> "LogPage":
-        """Return what `log` returns, the number of commits that follow and, with *graph*, a drawing of all attempts."""
+        """
+        Return what `log` returns, the number of commits that follow and, with *graph*, a drawing of all attempts.
+
+        The drawing shows each attempt next to the attempt that it forked from, the newest attempt's history first.
+        """
         from layerstore.inspect import read_log
 
         return read_log(self._repo, run=run, limit=limit, before=before, graph=graph, metrics=metrics)
@@ -401,7 +405,8 @@ class Store:
         """
         Return the facts about the whole store, or about *run*; write them as one HTML page to the file *out*.
 
-        The facts are the fields of ``layerstore report --json``; each field of the shown saves is a list.
+        The facts are the fields of ``layerstore report --json``; each field of the shown saves is a list. Damaged parts
+        of the store are left out and listed.
 
         For a long history, only some saves are shown, so the page stays below 1 MB. With *keep*, the page also shows
         what `gc` would do under the rules of *keep*. A file at *out* is replaced only if it is a report.
@@ -500,7 +505,9 @@ class Store:
 
         Raises:
             NotFound: The commit is not in the trash.
-            Conflict: Another commit is visible at its step now, or *ref* matches several commits in the trash.
+            Conflict: Another commit is visible at its step now, another attempt has the number of its attempt, or
+                *ref* matches several commits in the trash.
+            Overtaken: An object that the commit needs is gone.
             Locked: The store is in a bucket, and a collection of that bucket is running.
         """
         [commit] = self.undrop_commits([ref])
@@ -519,6 +526,7 @@ class Store:
                 another attempt has taken the number of a commit's attempt.
             IntegrityError: A record of *runs* in the trash is damaged.
             Overtaken: An object that one of the commits needs is gone.
+            Locked: As for `undrop`.
         """
         from layerstore.gc import undrop
 

@@ -85,7 +85,6 @@ def run_all(pool: Executor, work: Callable[[Item], Result], items: Iterable[Item
         return [future.result() for future in futures]
     except BaseException:
         # Wait for the rest: the caller may close files or discard drafts that running work still uses.
-        for future in futures:
-            future.cancel()
-        wait(futures)
+        # Not for what was cancelled: a pool that is shut down by another thread never reports that as done.
+        wait([future for future in futures if not future.cancel()])
         raise

@@ -144,7 +144,7 @@ def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree
     parts = [
         part if type(part) in _LEAVES or part is apart else replace_tensors(part, replacement) for part in _parts(tree)
     ]
-    made: Tree = _with_parts(tree, iter(parts), {}) if parts else tree
+    made: Tree = _with_parts(tree, iter(parts), {}) if parts or type(tree) is list else tree
     return made
 
 

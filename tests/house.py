@@ -66,7 +66,7 @@ def _public_in(body: Iterable[ast.stmt]) -> Iterator[int]:
 
 
 def door(path: str, text: str) -> int:
-    """Return how many names the room whose ``__init__`` is *text* exports."""
+    """Return how many names a room with the ``__init__`` *text* exports: those that it imports from its own files."""
     if not path.endswith("/__init__.py"):
         return 0
     names, room = set[str](), path.removesuffix("/__init__.py").replace("/", ".")

@@ -59,7 +59,7 @@ def _tensor(source: Tensors, name: str, code: str) -> "torch.Tensor":
 def _mean(
     repo: Repository, slices: Slices, parameter: Parameter, code: str, *, verified: set[BlobRef] | None
 ) -> "torch.Tensor":
-    """Return the master of *parameter*, a mean, as the element type *code*; with *verified* None, verify nothing."""
+    """Return the master of *parameter*, a mean, as the element type *code*; with *verified* None, verify no object."""
     import torch
 
     pieces = slices.pieces(Kind.MASTER, parameter.name, dtype="F32", offset=0)

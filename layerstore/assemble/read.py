@@ -1,7 +1,7 @@
 """Read the bytes of pieces into memory, for readers that write no file and for pieces made from several objects."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from layerstore.disk import OpenFile
 from layerstore.errors import IntegrityError
@@ -9,7 +9,7 @@ from layerstore.hashing import crc32
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
 from layerstore.numbers import convert, mean
-from layerstore.slices import Piece
+from layerstore.slices import Addend, Piece
 from layerstore.storage import Hashing, Repository, Stretch, read_chunks
 
 # How much of each object in a mean is read at a time: so little that sum and parts stay in a processor's cache.
@@ -22,16 +22,22 @@ _MEAN_OPEN_MAX = 64
 def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) -> Iterator[memoryview]:
     """Yield *piece*, a mean of up to thousands of objects, as fp32; *hashing* hashes what is read."""
     assert piece.rounding is not None
-    hashing = hashing or Hashing(())
     dtype, _ = piece.rounding
     buffer = memoryview(bytearray(min(_MEAN_BYTES, piece.size_bytes)))
+    # All of an object is hashed, but a partial clone fetches no more of it than is read.
+    is_hashed, hashing = hashing is not None, hashing or Hashing(())
+
+    def opened(part: Addend) -> AbstractContextManager[OpenFile]:
+        stretch = part.object_offset, part.object_offset + piece.size_bytes
+        return repo.open_object(part.object, None if is_hashed else [stretch])
+
     with ExitStack() as stack:
         are_few = len(piece.mean_of) <= _MEAN_OPEN_MAX
-        held = [stack.enter_context(repo.open_object(part.object)) for part in piece.mean_of if are_few]
+        held = [stack.enter_context(opened(part)) for part in piece.mean_of if are_few]
 
         def parts(start: int, into: memoryview) -> Iterator[tuple[memoryview, float]]:
             for number, part in enumerate(piece.mean_of):
-                with nullcontext(held[number]) if are_few else repo.open_object(part.object) as file:
+                with nullcontext(held[number]) if are_few else opened(part) as file:
                     hashing.read_into(part.object, file, into, part.object_offset + start)
                 yield into, part.weight
 
@@ -55,7 +61,8 @@ def fill_pieces(
     """
     Fill *target*, the bytes of a file from *begin*, with *pieces* in order, and zeros between them.
 
-    Objects are verified first, except those already in *verified*; if *verified* is None, no object is.
+    Objects are verified first, except those already in *verified*; if *verified* is None, no object is. What is decoded
+    is always compared with its checksum.
 
     Raises:
         IntegrityError: An object is damaged or missing.

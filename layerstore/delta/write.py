@@ -182,7 +182,9 @@ class _Weights:
         """Return the bytes of the tensor."""
         data = bytearray(self.tensors[name].size_bytes)
         _, begin = self._placed[name]
-        fill_pieces(self._repo, self._cut(name), memoryview(data), self._verified, begin=begin)
+        pieces = list(self._cut(name))
+        assert sum(piece.written_bytes for piece in pieces) == len(data), "a plan fills its tensors"
+        fill_pieces(self._repo, pieces, memoryview(data), self._verified, begin=begin)
         return data
 
     def _cut(self, name: str) -> Iterator[Piece]:

@@ -65,8 +65,8 @@ def unpack(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX,
     """
     Decode *data*, which errors call *what*.
 
-    *is_canonical* skips checking the form, which takes most of the time; pass it only if the caller compares a hash
-    that proves that *data* was checked before, or that this library wrote *data*.
+    *is_canonical* skips checking the form, which takes most of the time; pass it only for *data* that this
+    library wrote.
 
     Raises:
         IntegrityError: *data* is not a canonical encoding, or has more than *containers_max* maps and lists.

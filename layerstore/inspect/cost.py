@@ -1,5 +1,5 @@
 """
-The cost of saves: storage during a run, and idle GPUs.
+A training, and what storing its saves costs.
 
 The model: every save is pushed to a bucket, from which gc deletes every hour if there are retention rules. Requests
 are not counted: how many a push makes depends on what the bucket already holds.

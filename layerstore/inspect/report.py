@@ -329,7 +329,7 @@ def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | 
     ]
 
 
-# -- timings, which come from a file that anybody may have edited --------------------------------------------------
+# -- timings -------------------------------------------------------------------------------------------------------
 
 
 def _timing(timing: SaveTiming) -> list[float | None]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from layerstore.live.module import AttachableModule, ModuleLoad
 
 Attachable: TypeAlias = "AttachableEngine | AttachableModule"
+"""What is trained, as savers and resumes see it; its `read` is collective, but may raise on one rank alone."""
 Loading: TypeAlias = "EngineLoad | ModuleLoad"
 """A composite that was read and checked for one rank, before anything changes."""
 

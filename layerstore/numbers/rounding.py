@@ -65,12 +65,13 @@ def _infinities(data: Bytes, dtype: str) -> int:
 def _to_float32(data: Bytes, source: str) -> memoryview:
     import numpy as np
 
+    assert source in _INFINITIES, f"{source} is not a type of floats that can be converted"
     with np.errstate(over="ignore", invalid="ignore"):
         return np.frombuffer(data, numpy_type(source)).astype("<f4").data.cast("B")
 
 
 def numpy_type(dtype: str) -> "np.dtype[Any]":
-    """Return the numpy type of the element type *dtype*; 8-bit floats have none, and are bytes."""
+    """Return the numpy type of the element type *dtype*; not for 8-bit floats, whose bits would be read as integers."""
     import numpy as np
 
     if dtype == "BF16":

@@ -1,4 +1,4 @@
-"""Verify a remote in the same way as a store, and repair it from a store that has sound copies."""
+"""Repair a remote from a store that has sound copies."""
 
 from collections.abc import Iterator
 from contextlib import suppress

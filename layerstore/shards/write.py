@@ -299,7 +299,8 @@ class _Rank:
                 sizes, filling = {buffer.size_bytes}, [buffer.piece(offset)]
             case FragmentContent(parameter=name) | BufferContent(buffer=name):
                 # FSDP2 keeps a buffer as it keeps a frozen parameter.
-                kind = slices.weights_kind(name, dtype)
+                is_buffer = isinstance(storage.content, BufferContent)
+                kind = Kind.WEIGHTS if is_buffer else slices.weights_kind(name, dtype)
                 sizes = {prod(slices.parameter(name).shape) * item_bytes}
                 filling = slices.pieces(kind, name, dtype=dtype, offset=offset)
             case content:

@@ -2,10 +2,11 @@
 
 import contextlib
 import threading
+from collections.abc import Iterator
 
 import pytest
 
-from layerstore.threads import Threads, start
+from layerstore.threads import Threads, run_all, start
 from tests.faults.harness import in_child, limit_address_space
 
 _MIB = 1 << 20
@@ -44,3 +45,28 @@ def test_a_thread_without_room_is_refused(kind: str) -> None:
 def test_a_pool_goes_on_with_the_threads_that_it_has() -> None:
     """All work is done, by fewer."""
     assert in_child(_goes_on_with_one).needed() == list(range(100))
+
+
+def test_an_error_is_raised_though_the_pool_was_shut_down() -> None:
+    """What another thread's shutdown has cancelled never ends, and must not be waited for."""
+    submitted, shut_down = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        yield from range(3)
+        submitted.set()
+
+    def fail(number: int) -> None:
+        shut_down.wait(10)
+        raise ValueError(number)
+
+    def shut() -> None:
+        submitted.wait(10)
+        pool.shutdown(wait=False, cancel_futures=True)
+        shut_down.set()
+
+    pool = Threads(1)
+    other = threading.Thread(target=shut)
+    other.start()
+    with pytest.raises(ValueError, match="0"):
+        run_all(pool, fail, items())
+    other.join()

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -132,10 +133,10 @@ class StoreWriter(StorageWriter, AsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Make the store, on the coordinator, if it does not exist."""
         if is_coordinator and self._create and self._opened is None:
-            try:
+            with suppress(NoStore):
                 open_store(self._path).close()
-            except NoStore:
-                init(self._path).close()
+                return
+            init(self._path).close()
 
     @property
     def _store(self) -> Store:
@@ -284,5 +285,10 @@ class _Reader(Reader):
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of a tensor in order."""
         data = self._bytes(path)
+        if len(data) < offset + size_bytes:
+            raise InvalidInput(
+                f"the planner gave {len(data)} bytes of a tensor that its plan has with at least {offset + size_bytes}",
+                hint="a planner must not convert tensors after it has made its plan",
+            )
         for start in range(offset, offset + size_bytes, IO_CHUNK_BYTES):
             yield data[start : min(start + IO_CHUNK_BYTES, offset + size_bytes)]

@@ -71,7 +71,7 @@ class Exchange:
         import torch
 
         # The same size on all ranks: an all-gather needs that, and exchanging lengths would take another message.
-        data = text.encode()[:TEXT_BYTES_MAX].ljust(TEXT_BYTES_MAX, b"\0")
+        data = text.encode(errors="backslashreplace")[:TEXT_BYTES_MAX].ljust(TEXT_BYTES_MAX, b"\0")
         gathered = self._gathered(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [tensor.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for tensor in gathered]
 

@@ -1,4 +1,4 @@
-"""The outline of the model that a recipe is planned for, and the plan: plain values without access to the disk."""
+"""The model that a recipe is planned for, and the plan: plain values without access to the disk."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -24,7 +24,15 @@ from layerstore import Store
 from layerstore.arrays import TensorKind
 from layerstore.dcp import StoreReader, StoreWriter
 from layerstore.distcp import DcpFolder
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Unsupported
+from layerstore.errors import (
+    Conflict,
+    IntegrityError,
+    InvalidInput,
+    LayerstoreError,
+    LayoutMismatch,
+    NotFound,
+    Unsupported,
+)
 from tests.compose.test_hf import mixed
 from tests.live.dcp.states import LAYERS, State, Training, all_bits, blank, cause, extras, kept, leaves, read
 from tests.unit.checkpoints import checkpoint, snapshot, tensors_of
@@ -434,6 +442,42 @@ def test_a_planner_that_sends_no_plan_is_refused(store: Store) -> None:
         twice()
     assert isinstance(cause(raised.value), Unsupported)
     assert [entry.step for entry in store.log("sft")] == [1]
+
+
+class Shortening(DefaultSavePlanner):
+    """Converts after it has planned."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return half of the bytes."""
+        found = super().resolve_data(write_item)
+        return found.half() if isinstance(found, torch.Tensor) and found.dtype == torch.float32 else found
+
+
+def test_a_planner_whose_data_are_shorter_than_its_plan_is_refused(store: Store) -> None:
+    """The rest would be what was read before it, and nothing would notice: its hash would be right."""
+
+    def save_shortened() -> None:
+        save(Training().state(), storage_writer=StoreWriter(store, run="sft", step=1), planner=Shortening())
+
+    with pytest.raises(BaseException, match="its plan has with at least") as raised:
+        save_shortened()
+    assert isinstance(cause(raised.value), InvalidInput)
+    assert not store.log()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float8_e4m3fn])
+def test_types_without_a_mean_are_not_averaged(store: Store, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Doubles would lose precision, complex numbers a half, and what has 8 bits is no number to numpy."""
+    for step in (1, 2):
+        name, weight = "layers.0.weight", torch.full((4,), step).to(dtype)
+        moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4), "step": torch.tensor(float(step))}
+        groups = [{"params": [name], "lr": 0.1}]
+        state = {"model": {name: weight}, "optim": {"state": {name: moments}, "param_groups": groups}}
+        save(state, storage_writer=StoreWriter(store, run="sft", step=step))
+
+    with pytest.raises(LayoutMismatch, match="these have no mean"):
+        store.average("last:2", ref="sft").export(tmp_path / "out", format="dcp")
+    assert not (tmp_path / "out").exists()
 
 
 def test_ranks_that_found_different_commits_are_refused(store: Store) -> None:
