@@ -123,6 +123,7 @@ def hosts_apart(folder: Path, count: int) -> Iterator[tuple[list[Host], Host]]:
     """
     with ExitStack() as stack:
         mark = secrets.token_hex(2)
+        network = f"10.214.{10 + secrets.randbelow(246)}"  # others may exist: of another worker, or of a killed run
         server = stack.enter_context(_namespace(f"layerstore-{mark}s"))
         _ip("-n", server, "link", "add", "switch", "type", "bridge")
         found = []
@@ -135,7 +136,7 @@ def hosts_apart(folder: Path, count: int) -> Iterator[tuple[list[Host], Host]]:
                 _ip("-n", server, "link", "set", near, "netns", namespace)
             own = folder / f"disk-{name}"
             own.mkdir()
-            host = Host(name, f"10.214.8.{number}", near, namespace, shared="", own=str(own))
+            host = Host(name, f"{network}.{number}", near, namespace, shared="", own=str(own))
             _ip("-n", namespace, "addr", "add", f"{host.address}/24", "dev", near)
             for interface in (near, "lo"):
                 _ip("-n", namespace, "link", "set", interface, "up")
@@ -143,7 +144,7 @@ def hosts_apart(folder: Path, count: int) -> Iterator[tuple[list[Host], Host]]:
         near, far = f"ls{mark}n0", f"ls{mark}f0"
         _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", server)
         _ip("-n", server, "link", "set", far, "master", "switch", "up")
-        _ip("addr", "add", "10.214.8.254/24", "dev", near)
+        _ip("addr", "add", f"{network}.254/24", "dev", near)
         _ip("link", "set", near, "up")
         _ip("-n", server, "link", "set", "switch", "up")
         yield found[:-1], found[-1]

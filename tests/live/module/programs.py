@@ -55,13 +55,17 @@ def everywhere(options: Any) -> None:
 
 
 def from_everywhere(options: Any) -> None:
-    """Read in each form what was saved in any; resume what *options* name for it, and go on if the form is the same."""
+    """
+    Read and resume in each form what *options* name for it, and go on if the form is the same.
+
+    The runs *also_read* of *options*, which should include them, are read in every form.
+    """
     count = dist.get_world_size()
     for form, runs in options["runs"].items():
         like_model, like_optimizers = build(form, seed=1)
         train(like_model, like_optimizers, 0, 1)
         like = everything(like_model, like_optimizers)
-        for run in RUNS:
+        for run in options.get("also_read", runs):
             expected = as_torch_loads(Path(options["out"], run), like)
             for name in (run, f"w-{run}"):
                 read = as_reader_loads(options["store"], name, like)

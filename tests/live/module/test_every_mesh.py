@@ -32,8 +32,9 @@ def saved(ranks: Nursery, folder: Path) -> dict[int, Launch]:
 
 
 def resumed(ranks: Nursery, folder: Path, count: int, runs: dict[str, list[str]], name: str = "") -> Launch:
-    """Return what is told by those that resume, in each form, the runs that are listed with it."""
-    return launched(ranks, folder, "from_everywhere", count=count, runs=runs, name=f"resumed{name}-{count}")
+    """Return what is told by those that resume, in each form, the runs that are listed with it, and read all runs."""
+    more = {"runs": runs, "also_read": RUNS}
+    return launched(ranks, folder, "from_everywhere", count=count, name=f"resumed{name}-{count}", **more)
 
 
 def check(launch: Launch, expected: dict[str, list[str]]) -> None:
