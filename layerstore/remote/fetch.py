@@ -75,9 +75,11 @@ class Source:
     def check_there(self, ref: BlobRef) -> None:
         """Raise IntegrityError unless the bucket lists *ref* in full size."""
         size_bytes = self.listed(ref.id[:2]).get(ref.id)
+        if size_bytes is None:
+            raise self.damaged(ref, NotFound(f"object {ref.id} is missing"))
         if size_bytes != ref.size_bytes:
-            problem = "is missing" if size_bytes is None else f"has {size_bytes} bytes, expected {ref.size_bytes}"
-            raise self.damaged(ref, IntegrityError(f"object {ref.id} {problem}"))
+            problem = f"object {ref.id} has {size_bytes} bytes, expected {ref.size_bytes}"
+            raise self.damaged(ref, IntegrityError(problem))
 
     def checked(self, ref: BlobRef) -> Iterator[tuple[int, memoryview]]:
         """
