@@ -66,19 +66,21 @@ def _public_in(body: Iterable[ast.stmt]) -> Iterator[int]:
 
 
 def door(path: str, text: str) -> int:
-    """Return how many names a room with the ``__init__`` *text* exports: those that it imports from its own files."""
-    if not path.endswith("/__init__.py"):
+    """Return how many names a room whose ``__init__`` is *text* exports: it defines them or imports its own files'."""
+    if path not in {f"{room_of(path)}/__init__.py", "layerstore/__init__.py"}:
         return 0
-    names, room = set[str](), path.removesuffix("/__init__.py").replace("/", ".")
+    names, room = set[str](), room_of(path).replace("/", ".")
     for node in ast.parse(text).body:
         match node:
-            case ast.Assign(targets=[ast.Name("__all__")], value=value):  # of the package
+            case ast.Assign(targets=[ast.Name("__all__")], value=value):  # of the package, and of rooms that had one
                 return len(ast.literal_eval(value))
             case ast.ImportFrom(module=str(module)) if f"{room}." in module:  # other rooms' names are for its own use
                 names |= {each.asname or each.name for each in node.names}
-            case _:
-                pass
-    return len(names)
+            case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+    return sum(not name.startswith("_") for name in names)
 
 
 def counted(sources: Mapping[str, str]) -> dict[str, Count]:

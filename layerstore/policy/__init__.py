@@ -13,6 +13,5 @@ from layerstore.policy.registry import (
     SELECTIVE,
     chosen_policy,
     is_ours,
-    names,
     policy_named,
 )

@@ -1,6 +1,6 @@
 """The transaction that makes a record visible, pins, and joint commits of many ranks."""
 
-from layerstore.publish.pins import check_pin_free, check_pin_means, check_pin_name, delete_pin, make_pin, shows_pinned
+from layerstore.publish.pins import check_pin_free, check_pin_means, check_pin_name, delete_pin, make_pin
 from layerstore.publish.rank_parts import (
     FrozenWeights,
     GivenUp,

@@ -29,10 +29,14 @@ def test_public_names_are_those_that_others_may_use() -> None:
 
 
 def test_a_door_has_the_names_that_a_room_exports() -> None:
-    """Only its ``__init__`` is a door, and what that imports from other rooms is for its own use."""
-    text = "from layerstore.disk import a\nfrom layerstore.gc.mark import b, c as d\n"
+    """Only its own ``__init__`` is a door, and what that imports from other rooms is for its own use."""
+    text = (
+        "from layerstore.disk import a\nfrom layerstore.gc.mark import b, c as d\n"
+        "E: int = 1\nF = 2\n_G = 3\ndef i(): ...\nclass _J: ...\n"
+    )
 
-    assert door("layerstore/gc/__init__.py", text) == 2
+    assert door("layerstore/gc/__init__.py", text) == 5
+    assert door("layerstore/gc/page/__init__.py", text) == 0
     assert door("layerstore/gc/mark.py", text) == 0
 
 
