@@ -5,9 +5,11 @@ import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from layerstore.cli import progress
 from layerstore.cli.progress import LINE_SECONDS, Phase, bar_line, progress_line, shown_progress, shown_steps
 from layerstore.cli.render import output
 
@@ -112,28 +114,33 @@ def test_steps_are_folded_on_a_terminal_and_whole_in_a_log(
     assert shown[1].startswith("    ")
 
 
-def test_while_a_step_lasts_its_seconds_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_while_a_step_lasts_its_seconds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one place on a terminal, where the next line takes their place; in a log by a line now and then."""
+    now = [0.0]  # not the machine's clock: a busy one may skip a second
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    log, terminal = io.StringIO(), Terminal()
+    monkeypatch.setattr(sys, "stderr", log)
     with shown_steps(as_json=False, every_seconds=0.05) as print_line:
         print_line("starting")
-        time.sleep(0.3)
-    log = capsys.readouterr().err.splitlines()
-    terminal = Terminal()
+        now[0] += 60
+        _wait_for("  … 60 s\n", log)
     monkeypatch.setattr(sys, "stderr", terminal)
     with shown_steps(as_json=False) as print_line:
         print_line("starting")
-        end = time.monotonic() + 30  # a busy machine may let the clock's thread wait
-        while "\r  … 1 s" not in terminal.getvalue() and time.monotonic() < end:
-            time.sleep(0.05)
+        now[0] += 1
+        _wait_for("\r  … 1 s", terminal)
         print_line("done")
 
-    assert log[0] == "starting"
-    assert log[1] == "  … 0 s"
-    assert "\r  … 1 s" in terminal.getvalue()
+    assert log.getvalue().startswith("starting\n  … 60 s\n")
     assert re.search(r"\r {20,}\rdone\n$", terminal.getvalue())
-    assert capsys.readouterr().err == ""
+
+
+def _wait_for(text: str, stream: io.StringIO) -> None:
+    """Return as soon as *text* has been written to *stream*."""
+    end = time.monotonic() + 30
+    while text not in stream.getvalue():
+        assert time.monotonic() < end, f"not written: {text!r}"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
