@@ -1,5 +1,5 @@
 """
-The entry of the command line: the list of commands, and the exit code of each exception.
+The top level of the command line: the group of all commands, and how exceptions become exit codes.
 
 Commands import the library when they run, so that ``--help`` is fast. The exit codes are in docs/reference/cli.md.
 """
@@ -65,7 +65,7 @@ class Commands(TyperGroup):
         return self.load(cmd_name) if cmd_name in COMMANDS else None
 
     def load(self, name: str) -> "AnyCommand":
-        """Import the command *name*, and let ``--quiet`` follow the name, too."""
+        """Return the command *name*, imported at its first use; ``--quiet`` may also come after the name."""
         if name not in self.commands:
             single = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
             single.command(name, cls=Command)(function_of(name))
@@ -103,7 +103,7 @@ app = typer.Typer(
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived: it unwinds like Ctrl-C, so that temporary files are removed."""
+    """Raised on SIGTERM, to unwind as after Ctrl-C, so that temporary files are removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,14 +248,14 @@ def _main(words: list[str]) -> int:
         if failure.message and not is_follower():
             if failure is _OUT_OF_MEMORY:
                 _room.clear()
-            # From the words, not from parsed options: a usage error is raised before those exist.
+            # Look for --json in the words, because a usage error is raised before there are parsed options.
             print_error(**asdict(failure), as_json="--json" in _options(words))
     _discard_output()
     return failure.code
 
 
 def _run(words: list[str]) -> Failure | None:
-    """Run one command; turn every exception but signals into a `Failure`."""
+    """Run one command; turn every exception into a `Failure`, except those of signals, exits and closed pipes."""
     try:
         code = _command(words)
         for stream in (sys.stdout, sys.stderr):
@@ -294,7 +294,7 @@ def _unexpected(exc: Exception) -> Failure:
 
 
 def _command(words: list[str]) -> int:
-    """Run the command, or work for the process that does; return its exit code."""
+    """Run the command, or work for the process that runs it; return the exit code."""
     if is_follower():
         work_for_lead()
         return 0

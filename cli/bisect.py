@@ -112,7 +112,7 @@ def _reporting_kept_log(folder: Path, new_trials: "list[Trial]") -> Iterator[Non
 
 
 def _pass_on(output: str) -> None:
-    """Show what the command has printed."""
+    """Show the output of the command that judges."""
     for line in output.splitlines():
         print_aside(line)
 

@@ -28,7 +28,7 @@ class About:
     section: str
     """The heading above the command in ``--help``."""
     store: Literal["anywhere", "on a disk"] | None = "on a disk"
-    """Which stores the command works on; hints add ``--store`` to it. None: the command takes no store."""
+    """Which stores the command works on, so that hints know when to add ``--store``. None: it takes no store."""
     answers: bool = False
     """Whether the output answers a question, so that ``--quiet`` does not silence it."""
     elsewhere: tuple[str, ...] = ()

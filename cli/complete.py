@@ -20,7 +20,7 @@ VARIABLE = "_LAYERSTORE_COMPLETE"
 
 _CHOICES = re.compile(r"[\w-]+(\|[\w-]+)+")
 
-# zsh's first call runs the file as the function itself; typer's script alone would only define another function.
+# On the first call, zsh runs this file as the function's body; typer's script alone would only define another function.
 _AFTER = {"zsh": '\nif [[ ${funcstack[1]} == _layerstore ]]; then _layerstore_completion "$@"; fi'}
 
 
@@ -40,7 +40,7 @@ def script_for(shell: Shell, command: "Command") -> str:
 
 
 def answer_shell(command: "Command") -> int:
-    """Print completions as typer's script for this shell reads them; the process must not do anything else."""
+    """Print completions as typer's script reads them; this patches typer, so the process must not do anything else."""
     from typer.core import TyperArgument, TyperOption
 
     # Values on the line may stay strings: converting them would import pydantic, which takes longer than all the rest.

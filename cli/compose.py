@@ -214,7 +214,7 @@ def _dcp(composite: "Composite", options: Mapping[str, object]) -> "Format":
 
 
 def _format(*, format: str = "shards", **options: object) -> "Format":  # noqa: A002  # as the option is called
-    # `--format hf --since REF`: what changed between two such exports.
+    # `--format hf --since REF` writes a delta: what changed between two exports to hf.
     return chosen_format("delta" if format == "hf" and "since" in options else format, options)
 
 
@@ -261,7 +261,7 @@ class _Request:
         return store.compose(reference, policy=policy, exact=self.exact, without_damaged=self.without_damaged)
 
     def _check_alone(self, what: str, given: Mapping[str, object], hint: str) -> None:
-        """Raise InvalidInput if *what*, which chooses the layers, came with an option in *given* or of a policy."""
+        """Raise InvalidInput if *what* came with *given*, or with another option that, like *what*, chooses layers."""
         damaged = self.without_damaged and bool(self.average)
         given = {**given, "--policy": self.policy, "--exact": self.exact or None, "--without-damaged": damaged or None}
         for name, value in {**given, **{f"--{setting}": value for setting, value in self.settings.items()}}.items():
@@ -292,7 +292,7 @@ def _print_plan(
     fields: dict[str, object],
     as_json: bool,
 ) -> None:
-    """Print the files that would be written; if training can resume from them, also which save each layer is from."""
+    """Print what would be written: of a ZeRO checkpoint, each layer's save; of hf, the files; otherwise both."""
     from layerstore.assemble import ExportPlan
 
     if not isinstance(plan, ExportPlan):

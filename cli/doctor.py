@@ -1,4 +1,4 @@
-"""``layerstore doctor``: is this a good place for a store?"""
+"""``layerstore doctor``: check whether a folder is fit for a store."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -72,7 +72,7 @@ def drop(
         given_up = {ref: lost for ref in wanted if (lost := opened_store.give_up(ref, dry_run=True))}
         sound = [ref for ref in wanted if ref not in given_up]
         dropped = opened_store.drop_commits(sound, runs=run or (), dry_run=dry_run)
-        if not dry_run:  # after the others, now that all of them were found
+        if not dry_run:  # only now: the line above raises, and drops none, if a commit is not found
             given_up = {ref: lost for ref in given_up if (lost := opened_store.give_up(ref))}
     if as_json:
         print_json(_fields(dropped, given_up, is_one=is_one_ref(refs, run)) | {"dry_run": dry_run})
@@ -144,7 +144,7 @@ def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: boo
 
 
 def _print_tip(dropped: "Sequence[Dropped]") -> None:
-    """Print which commit the run of *dropped* refers to without the dropped ones."""
+    """Print which commit the name of the run refers to once *dropped* are gone."""
     run, tip = shown(dropped[0].run), dropped[0].tip
     if tip is None:
         print_line(f"{run} has no other commit")

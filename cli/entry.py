@@ -33,7 +33,7 @@ def main() -> int:
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run()
-    except KeyboardInterrupt:  # a second Ctrl-C, while the first was handled
+    except KeyboardInterrupt:  # a second Ctrl-C, while the first was being handled
         return EXIT_INTERRUPTED
     finally:
         if is_heard:

@@ -117,9 +117,9 @@ def gc(
                 print_line("nothing was removed")
                 return
         with shown_progress(as_json=as_json) as progress:
-            # Others may have saved or dropped in the meantime: removing more than the plan is refused.
+            # Other processes may have saved or dropped since the plan: gc refuses to remove more than the plan shows.
             outcome = collect(dry_run=dry_run, confirmed=plan, progress=progress)
-        # Not for a bucket, which refuses --empty-trash: there, only age decides when trash is removed.
+        # The note below suggests --empty-trash, which a bucket refuses: its trash is removed by age.
         has_trash = not (as_json or outcome.bytes_freed or url or empty_trash)
         dropped = opened_store.dropped() if has_trash else []
     if as_json:

@@ -148,7 +148,7 @@ def ingest(
 
 
 def _check_number(options: IngestOptions, *, several: bool, is_open: bool) -> None:
-    """Raise InvalidInput if several checkpoints were given, or looked for, with an option that fits only one."""
+    """Raise InvalidInput if an option for one checkpoint came with several, or one for named folders with a search."""
     if options.onto is not None and is_open:
         raise InvalidInput(
             "--onto is for folders of torch.distributed.checkpoint; --all and --watch look for DeepSpeed's",
@@ -181,7 +181,7 @@ def _take(
     pin: str | None,
     as_json: bool,
 ) -> None:
-    """Ingest one checkpoint; if there is a list *problems*, append an error to it unless it affects all checkpoints."""
+    """Ingest one checkpoint; append an error to *problems*; raise it if there is no list, or if it affects all."""
     path = folder if tag is None else folder / tag
     was_there = path.exists()
     try:
@@ -192,7 +192,7 @@ def _take(
                 ingested = save(folder, tag=tag, progress=progress)
     except LayerstoreError as exc:
         problem = exc
-        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # its removal caused *exc*
+        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # removing *path* caused *exc*
             problem = SourceCheckpoint(
                 f"{path} was removed while it was read; nothing of it was saved",
                 hint="if the job's own rotation did it, ingest sooner, or let the job keep more",

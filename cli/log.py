@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from layerstore.publish import SaveTiming
 
     Took = dict[tuple[str, int, int], SaveTiming]
-    """By run, attempt and step."""
+    """How long each save took, by run, attempt and step."""
 
 ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("history", "list", "snapshots"))
 
@@ -194,7 +194,8 @@ def _print_lines(
     of_entry[Column("COMMIT", drops=1)] = lambda entry: short_id(entry.commit)
     of_entry[Column("SAVED", drops=2)] = lambda entry: age(entry.time_ns)
     of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
-    # Metric names keep their case, as capitals could make two equal; a space tells a name in capitals from a column's.
+    # Metric names keep their case, since two may differ only in case. A space after a name in capitals keeps the name
+    # from being equal to another column's header, such as STEP, whose column it would replace.
     of_entry |= {Column(f"{name} " if name.isupper() else name, "right"): partial(_metric, name) for name in metrics}
 
     def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":

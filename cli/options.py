@@ -67,7 +67,7 @@ def nearest_store() -> Path:
 
 
 def store_or_nearest(path: str | None) -> str | Path:
-    """Return *path*; if it is None, the nearest store, and print its path if it is not in this folder."""
+    """Return *path* or, if it is None, the nearest store, whose path is printed unless it is in this folder."""
     if path is not None:
         return path
     nearest = nearest_store()
@@ -105,7 +105,7 @@ def read_settings(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def option_row(setting: Setting, text: str) -> tuple[Any, str, str]:
-    """Return the row of *setting*, with *text* as its help; a default of None or False is not mentioned."""
+    """Return the `OptionTable` entry of *setting*, with the help *text*; a default of None or False is left out."""
     default = "" if setting.default in {"None", "False"} else f" [default: {setting.default}]"
     return setting.kind, setting.metavar, f"{text}.{default}"
 
@@ -146,7 +146,7 @@ def with_options(place: str, table: OptionTable, *, panel: str) -> Callable[[Com
 
 @contextlib.contextmanager
 def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
-    """Yield the store at *path*, or the nearest store, or a *remote* of that store; show all warnings."""
+    """Yield the store at *path* (None: the nearest), or its *remote*; repeat notices, but warn of durability once."""
     from layerstore.disk import WeakDurability
     from layerstore.remote import RemoteNotice
     from layerstore.storage import IndexNotice

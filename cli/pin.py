@@ -100,7 +100,7 @@ def _print_deleted(name: str, shows: bool | None, *, mixed_by: str, as_json: boo
 
 
 def _check_order(store: "Store", name: str, ref: str) -> None:
-    """Raise InvalidInput if *name* and *ref* look swapped: *name* is a commit's, *ref* could be that of a new pin."""
+    """Raise InvalidInput if *name* and *ref* look swapped: *name* refers to a commit, *ref* could be a new pin's."""
     from layerstore.history import begins_id
 
     known = {*store.runs(), *(pin.name for pin in store.pins())}

@@ -83,7 +83,7 @@ def _print_made(store: "Store", url: str) -> None:
 
 
 def remote_and_references(store: "Store", words: list[str], *, from_here: bool) -> tuple[str | None, list[str] | None]:
-    """Return the remote and the references in *words*; *from_here* if they refer to this store, as in a push."""
+    """Return the remote and the references in *words*; *from_here* if the references are to this store, as for push."""
     from layerstore.history import begins_id
     from layerstore.remote import refuse_folder
 
@@ -99,7 +99,8 @@ def remote_and_references(store: "Store", words: list[str], *, from_here: bool) 
     runs = store.runs()
     known = [*remotes, *runs, *(pin.name for pin in store.pins())]
     similar = nearest(words[0], known if from_here else remotes)
-    # Anything else can only be a reference; resolving it gives the best error message.
+    # Refuse a word that can be neither remote nor reference. Any other is returned as a reference, since resolving it
+    # gives the best error message.
     is_plain = is_name(words[0]) and not begins_id(words[0])
     if words[0] not in known and (is_plain if from_here else similar):
         here = f"remotes here: {some([*remotes]) or 'none'}; runs here: {some(runs) or 'none'}; a step is RUN@STEP"

@@ -390,7 +390,7 @@ def _print(text: str, stream: TextIO | None) -> None:
 
 
 def _has_colour(stream: TextIO | None) -> bool:
-    """Decide as rich does, but without importing it."""
+    """Whether *stream* takes colours, by the same rules as rich, which takes long to import."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):

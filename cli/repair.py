@@ -109,7 +109,7 @@ def _lost_in_words(repaired: "Repaired", *, dry_run: bool) -> str:
 
 
 def _hint(repaired: "Repaired", *, read_data: bool) -> str:
-    """Return the remedies; for a damaged pin, `_print_result` has printed the commit that it refers to in each copy."""
+    """Return the remedies; `_print_result` has printed how to restore a damaged pin from another store's copy."""
     option = " --read-data" if read_data else ""
     pins_only = not repaired.lost and all(map(_is_pin, repaired.unreadable))
     is_complete = pins_only and (repaired.pins_elsewhere or not repaired.unreadable)

@@ -73,7 +73,7 @@ class ReportServer(ThreadingMixIn, TCPServer):
         Whether a request for *host* is for this server.
 
         Another site may point its own host name at our address (DNS rebinding), and its page could then read the
-        report through the browser of somebody who can reach us. It cannot do so with a numeric address.
+        report through the browser of somebody who can reach us. A site cannot do so with a numeric address.
         """
         name = re.sub(r":[0-9]*$", "", host).strip("[]").lower()
         try:

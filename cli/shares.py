@@ -50,7 +50,7 @@ def is_follower() -> bool:
 
 @contextmanager
 def led(words: list[str]) -> Iterator[list[str]]:
-    """Yield the command's *words*, without the launcher's; lead the other processes that it started, if any."""
+    """Yield *words* without those that the launcher added; lead the other processes that it started, if any."""
     global _of_this_process  # noqa: PLW0603  # a process belongs to one job
     if _is_launcher(os.getppid()):
         words = [word for word in words if not _LOCAL_RANK.fullmatch(word)]

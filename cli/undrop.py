@@ -60,7 +60,7 @@ def undrop(
         print_line(f"{references[0]} is back (commit {short_id(commits[0].id)})")
     else:
         print_paragraph(f"{len(commits):,} commits are back: {some(references, limit=NAMED_MAX)}", indent=2)
-    for name, step in tips.items():  # a restored attempt may be later, but end at an earlier step
+    for name, step in tips.items():  # the run's newest attempt may be back, and end at an earlier step
         print_line(f"{shown(name)} now means {shown(f'{name}@{step}')}")
     for name in dict.fromkeys(run or ()):
         if count := in_trash[name]:

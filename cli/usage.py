@@ -110,7 +110,7 @@ def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
     if makes_one:
         # For a folder, the library's own hint ends in "name yours", which refers to a Python argument.
         yours = f"{problem.hint} with --store" if path else str(problem.hint)
-    if command == "runs" and path and is_name(str(path)):  # other commands take a run here
+    if command == "runs" and path and is_name(str(path)):  # at this position, other commands take a run
         yours = f"{yours}; layerstore log {typed(str(path))} lists the saves of a run"
     return did_you_mean(_stores_beside(Path(str(path))) if path else (), else_=yours)
 

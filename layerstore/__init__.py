@@ -19,7 +19,7 @@ from layerstore.errors import (
     Unsupported,
 )
 
-TYPE_CHECKING = False  # type checkers know this name; importing it from typing would take longer than all else here
+TYPE_CHECKING = False  # type checkers know this name; importing typing would take longer than the rest of this module
 if TYPE_CHECKING:
     from layerstore.arrays import Tensors
     from layerstore.assemble import Exported, ExportPlan

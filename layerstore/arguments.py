@@ -38,11 +38,11 @@ _HINTS = {
     "saves": 'as text: "last:10", "sft@800,sft@900:2"',
     "keep": "say layerstore.Keep(last=3), or None to keep all",
 }
-"""By parameter name, the hint for the usual mistake with that parameter."""
+"""For each parameter name: the hint for the usual mistake with that parameter."""
 
 
 def checked(public: Public) -> Public:
-    """Wrap the function, or the public methods of the class, so that wrong arguments raise InvalidInput."""
+    """Wrap a function, or the public methods of a class, so that wrong arguments raise InvalidInput."""
     if not isinstance(public, type):
         checking: Public = _checked(public)
         return checking
@@ -53,7 +53,7 @@ def checked(public: Public) -> Public:
 
 
 def named_fields(cls: type[Fields]) -> type[Fields]:
-    """Make the dataclass *cls* raise InvalidInput for unknown fields; it must check the values of its fields itself."""
+    """Make the dataclass *cls* raise InvalidInput for unknown fields; *cls* itself must check the fields' values."""
     make = cls.__init__
 
     @wraps(make)
@@ -91,12 +91,13 @@ def check_arguments(function: Any, *positional: object, **named: object) -> None
         for value in bound[name] if is_many else (bound[name],):
             if not _fits(value, kinds[name]):
                 raise _misfit(_callee(function), name, value, kinds[name])
-    if "keep" not in accepted.parameters:  # what makes a saver takes *keep*, and save() may still set a precision
+    # Options with *keep* make a saver: they may have *exact_every* alone, as its save() may set a precision.
+    if "keep" not in accepted.parameters:
         check_effect(bound)
 
 
 def check_effect(given: Collection[str]) -> None:
-    """Raise InvalidInput if one of the options *given*, by name, has no effect without another option."""
+    """Raise InvalidInput if one of *given*, the names of options, has no effect because another option is missing."""
     if "exact_every" in given and "precision" not in given:
         raise InvalidInput(
             "exact_every has no effect without a precision: every save is exact",
@@ -137,7 +138,7 @@ def _signature_and_kinds(function: Any) -> tuple[Signature, dict[str, Any]]:
 
 
 class _Names(dict[str, Any]):
-    """The names in annotations; a type imported only for type checkers accepts any value, which its package checks."""
+    """The names in annotations. A type imported only for type checkers accepts any value: its own package checks."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, object)

@@ -49,7 +49,7 @@ class LayerChoice:
 
 @checked
 class Composite:
-    """The answer to a query: a version for each layer, and a base for everything else. Nothing is written yet."""
+    """The answer to a query: a version for each layer, and a commit, the base, for the rest. Nothing is written yet."""
 
     def __init__(self, repo: Repository, composition: Composition) -> None:
         self._opened = repo
@@ -167,7 +167,7 @@ class Composite:
         return self._composition.notes
 
     def summary(self) -> dict[str, object]:
-        """Return the composite's facts for programs, as in the file ``layerstore.json`` next to the shards."""
+        """Return the facts that programs find in the file ``layerstore.json`` next to the composite's shards."""
         return self._composition.summary()
 
     def check(self, *, max_staleness: int | None = None) -> None:
@@ -222,11 +222,11 @@ class Composite:
         """
         Write shards to resume from: `export` with *format* ``shards``.
 
-        They have the ZeRO stage that the base was saved under or, with *as_zero3*, stage 3. They are for *world_size*
-        ranks, by default as many as saved the base; the result's ``notes`` list what does not carry over to another
-        number of ranks. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``, each layer's
-        own, which is possible if each layer has its own param group. With *moments* ``fresh``, the optimizer starts
-        over: its moments are zero and its counters 0.
+        The shards have the base's ZeRO stage or, with *as_zero3*, stage 3. They are for *world_size* ranks, by default
+        as many as saved the base; the result's ``notes`` list what does not carry over to another number of ranks. The
+        optimizer's step counters are the base's or, with *adam_step* ``per-layer``, each layer's own, which is possible
+        if each layer has its own param group. With *moments* ``fresh``, the optimizer starts over: its moments are zero
+        and its counters 0.
         """
         how = Writing(verify=verify, durable=durable, force=force)
         written = self._export(chosen_format("shards", options), out, how, progress)
@@ -251,7 +251,7 @@ class Composite:
           ``fp32``, by default the type in which each parameter is trained; *max_shard_size*, in bytes or as text such
           as ``"2GiB"``, limits the tensors per file.
         - ``shards`` and ``zero3``: see `write`.
-        - ``dcp``: a PyTorch distributed checkpoint: the fp32 masters as the model, and the optimizer.
+        - ``dcp``: a PyTorch distributed checkpoint, with the fp32 masters as the model, and the optimizer.
           ``torch.distributed.checkpoint.load`` reads it on any number of ranks; the keys are those that
           ``get_state_dict`` returns. *adam_step* is as in `write`.
         - ``universal``: DeepSpeed's Universal Checkpoint, which it loads on any number of ranks with
@@ -276,7 +276,7 @@ class Composite:
 
     def tensors(self, kind: TensorKind = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
         """
-        Return the tensors of one *kind* by name, as read-only arrays; those contiguous in an object are mapped from it.
+        Return the tensors of one *kind* by name, as read-only arrays: mapped if contiguous in one object.
 
         *kind* is ``master``, ``optimizer``, ``weights`` or ``buffers``; ``weights`` has only weights that cannot be
         derived from their master. *state* is an optimizer state, such as ``exp_avg``; without it, all states are

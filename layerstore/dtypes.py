@@ -18,7 +18,7 @@ class DType:
     torch_name: str
     """``torch.<name>``."""
     numpy: str
-    """The type that numpy reads it as. numpy alone lacks bfloat16 and 8-bit floats: it reads their bits as integers."""
+    """The numpy type for its bytes: integers for the bits of bfloat16 and 8-bit floats, which numpy itself lacks."""
     storage_class: str | None
     """The storage class that ``torch.save`` writes for this type; None if torch has only untyped storages for it."""
 
@@ -93,7 +93,7 @@ def dtype_code(name: str | None) -> str | None:
 
 
 def dtype_name(code: str) -> str:
-    """Return the users' name of the element type *code*."""
+    """Return the name of the element type *code* as users write it."""
     return next((name for name, known in _EXPORTED.items() if known == code), by_code(code).torch_name)
 
 

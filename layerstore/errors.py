@@ -24,7 +24,7 @@ Every class has a stable *kind* and the exit code of the command line.
 import errno as errnos
 
 PERMISSION_ERRNOS = frozenset({errnos.EACCES, errnos.EPERM, errnos.EROFS})
-# The process reached its own limits: these errors reveal nothing about the file.
+# A limit on open files or memory was reached: these errors reveal nothing about the file.
 PROCESS_ERRNOS = frozenset({errnos.EMFILE, errnos.ENFILE, errnos.ENOMEM})
 FULL_DISK_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT})
 # EFBIG is the process's limit on file size: freeing space does not help.
@@ -39,12 +39,12 @@ DAMAGED_HINT = (
 
 class LayerstoreError(Exception):
     """
-    Say in one line what was asked, what was found and what is safe.
+    An error whose message states in one line what was asked, what was found and what is safe.
 
     *hint* is the next thing to do, preferably a command; a class may have a usual hint.
     *facts* are the values behind the message, for programs.
-    Unprintable characters, which file names may hold, are escaped. A URL that may hold a key is cut to its scheme,
-    since a user may have passed such a URL as any argument.
+    Unprintable characters, which file names may hold, are escaped. A URL that may hold a key is cut to its scheme:
+    users may pass such a URL as any argument, and messages quote arguments.
     """
 
     exit_code: int = 1

@@ -54,7 +54,7 @@ FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 FSDP_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
 """The folders of a ``SHARDED_STATE_DICT``, each a distributed checkpoint."""
 WHOLE_MODEL = re.compile(r"mp_rank_(?P<mp>[0-9]{2,4})_model_states\.pt")
-"""A file like MODEL_STATES, for any degree of tensor parallelism."""
+"""A file like MODEL_STATES, of any tensor-parallel rank."""
 _PIPELINE, _EXPERTS = "pipeline-parallel", "mixture-of-experts (DeepSpeed's own)"
 NOT_SUPPORTED = {
     _PIPELINE: "train without pipeline parallelism and save again",
@@ -73,8 +73,8 @@ _FOREIGN = (
 )
 
 _ONE_OF_SEVERAL_SAVES = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
-# With Accelerate, the user names the folder: these are the names in Accelerate's examples, and common variations. Not
-# `run1` and `run2`: those may be two training runs, whose steps must not become one history.
+# With Accelerate, the user names the folder: these are the names in Accelerate's examples, and common variations.
+# `run1` and `run2` do not match: they may be two training runs, whose steps must not become one history.
 _STEP_FOLDER = re.compile(r"(?:global_?)?(?:step|epoch|iter|iteration)[-_]?\d+")
 # Where Accelerate puts saves that it names itself: PROJECT/checkpoints/checkpoint_N.
 _AUTOMATIC_PARENT, _AUTOMATIC = "checkpoints", re.compile(r"checkpoint_\d+")

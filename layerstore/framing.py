@@ -1,5 +1,5 @@
 """
-The framing of objects and exported weights: safetensors files whose every byte is determined here.
+The framing of objects and exported weights: safetensors files with a layout that is fixed to the byte.
 
 The header is padded with spaces so that the payload starts on a page. In an object, slices that fill whole pages come
 first, so that they are page-aligned whatever else is in the file; the others follow. Both groups are sorted by key.
@@ -68,7 +68,7 @@ def _frame_of(tensors: _Facts) -> Frame:
 
 def coded_frame(tensors: Iterable[StoredTensor], *, reference: str) -> tuple[Frame, list[int]]:
     """
-    Lay out an object of *tensors* in their given order; each consists of the parts of its coding, one after another.
+    Lay out an object of *tensors* in their given order; a coded tensor is laid out as the parts of its coding, in turn.
 
     Return the layout of all parts, and the number of the first part of each tensor. The id of the *reference* is
     written to the file, so equal differences from different references make different objects.

@@ -1,8 +1,8 @@
 """
 The checksums of the format. Only this module uses xxhash and isal.
 
-xxh3_128 names content, xxh3_64 checks 16 MiB at a time, and zip archives need crc32. They detect accidents, not
-attacks.
+xxh3_128 gives content its id, xxh3_64 checks 16 MiB at a time, and zip archives need crc32. All three detect
+accidents, not attacks.
 """
 
 from collections.abc import Iterable
@@ -90,8 +90,8 @@ class ObjectHasher(NameHasher):
     """
     Digests an object while its bytes stream by: as a whole, and every 16 MiB of it.
 
-    Above 240 bytes, the xxh3_64 is the lower half of the xxh3_128. So the first chunk, which is the whole of most
-    objects, is hashed once for both.
+    For more than 240 bytes, xxh3_64 is the lower half of xxh3_128. So the first chunk, which is the whole of most
+    objects, is hashed only once for both digests.
     """
 
     __slots__ = ("_chunk", "_chunk_left_bytes", "_chunks")
@@ -99,7 +99,7 @@ class ObjectHasher(NameHasher):
     def __init__(self) -> None:
         super().__init__()
         self._chunk: xxhash.xxh3_64 | None = None
-        """For the second chunk and all later ones."""
+        """The hasher of the current chunk; None during the first chunk, which the hasher of the whole object covers."""
         self._chunk_left_bytes = VERIFY_CHUNK_BYTES
         self._chunks: list[bytes] = []
 
@@ -123,7 +123,7 @@ class ObjectHasher(NameHasher):
         return self._whole.digest()[DIGEST_BYTES // 2 :]
 
     def chunks(self) -> bytes:
-        """Return the digests of all chunks, the last one possibly short."""
+        """Return the digests of all chunks, including a last chunk of less than 16 MiB."""
         tail = [self._of_chunk()] if self._chunk_left_bytes < VERIFY_CHUNK_BYTES else []
         return b"".join(self._chunks + tail)
 

@@ -1,8 +1,8 @@
 """
 The host: check the machine and the libraries that a store needs, once, before anything is read or written.
 
-An installer respects these ranges, but a later install may break them, and a library that encodes or hashes differently
-would write stores that nobody can read.
+An installer respects the version ranges, but a later install may break them, and a library that encodes or hashes
+differently would write stores that nobody can read.
 """
 
 import re

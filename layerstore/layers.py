@@ -31,7 +31,7 @@ _ADAPTER_COMPONENTS = re.compile(r"base_layer|lora_\w+|modules_to_save|original_
 
 # A word that needs no quoting in any shell.
 _ONE_WORD = re.compile(r"[\w@%+=:,./-][\w@%+=:,./~-]*", re.ASCII)
-# check_name reports invalid names.
+# Accepts almost any name: check_name reports invalid ones.
 _REF = re.compile(r"(?P<name>[^@~]+)(?:~(?P<back>\d{1,9}))?(?:@(?P<step>\d{1,18}))?")
 
 
@@ -112,7 +112,7 @@ def _layer_by_rule(name: str) -> str:
             return ".".join(parts[: position + 1])
     owner = parts[:-1]
     for position, part in enumerate(owner):
-        # Never the first component: no name would be left.
+        # Never cut at the first component: nothing would be left to name the layer.
         if position and _ADAPTER_COMPONENTS.fullmatch(part):
             owner = owner[:position]
             break
@@ -213,7 +213,7 @@ def anatomy(layers: tuple[str, ...]) -> Anatomy:
 
 def _beginning(layer: str, first: Mapping[str, int], *, end: int) -> int:
     """
-    Return the start of the blocks that an auxiliary layer belongs to.
+    Return the position of the first block of the stack that an auxiliary *layer* belongs to; *end* if there is none.
 
     The layer belongs to the stack whose name shares the most leading parts with the layer's name
     (``encoder.final_layer_norm`` and ``encoder.block``); if several do, to the first of these.
@@ -293,7 +293,7 @@ class Reference:
     """A parsed reference."""
 
     name: str
-    """A run or a pin."""
+    """The name of a run or a pin."""
     back: int
     """How many attempts before the newest."""
     step: int | None

@@ -1,4 +1,4 @@
-"""The paths inside a store; no other module builds them."""
+"""The paths inside a store."""
 
 import os
 import re
@@ -38,9 +38,9 @@ class Layout:
         self.stats = root / "stats"
         """The savers' own timings: advisory, never truth."""
         self.tmp = root / "tmp"
-        """Files that are not linked under their own names yet."""
+        """Files that do not have their final names yet."""
         self.locks = root / "locks"
-        """Lock files; the locks are a courtesy, since some filesystems have none."""
+        """Lock files. No promise depends on the locks, since some filesystems have none."""
         self.gc = root / "gc"
         """Working files of collections."""
         self.aside = self.gc / "aside"
@@ -90,7 +90,7 @@ class Layout:
         return f"{self.objects.name}/{object_id[:2]}/{object_id}"
 
     def run(self, run: str) -> Path:
-        """Return the folder of a run's records; a checked name is already a safe path component."""
+        """Return the folder of a run's records; *run* is used as it is, since a valid name is a safe path component."""
         return self.commits / run
 
     def attempt_lock(self, run: str, attempt: int) -> Path:

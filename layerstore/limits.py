@@ -46,9 +46,10 @@ INLINE_BYTES_MAX = 32 * KIB
 RECORD_BYTES_MAX = 64 * MIB
 BLOB_BYTES_MAX = 256 * MIB
 
-# Maps and lists in one record or blob: each takes one byte of file and at least 64 bytes of memory. A record of 10,000
-# layers and ranks has 40,000; a rank's part with the experts' slices of such a model has 200,000. A version has two for
-# each slice of each rank, and 2,048 ranks of a large mixture of experts have a million slices.
+# Maps and lists in one record or blob: each takes as little as one byte of file, and at least 64 bytes of memory. A
+# record of 10,000 layers and ranks has 40,000 of them; a rank's part with the experts' slices of such a model has
+# 200,000. A version has two for each slice of each rank, and 2,048 ranks of a large mixture of experts have a million
+# slices.
 RECORD_CONTAINERS_MAX = 1_000_000
 BLOB_CONTAINERS_MAX = 4_000_000
 
@@ -176,7 +177,7 @@ REMOTE_UPLOAD_SECONDS = 1800.0
 REMOTE_TRIES = 6
 REMOTE_PAUSE_SECONDS = 0.5
 # A collection of a remote removes objects of at least this age once every commit that needs them has been in the trash
-# for this long; a push rewrites those that it needs once they are half this old.
+# for this long; a push rewrites the objects that it needs once they are half this old.
 REMOTE_GRACE_SECONDS = 24 * 3600.0
 # A collection of a remote lists and removes objects within this time; a concurrent push waits twice as long, then
 # checks that its objects still exist.

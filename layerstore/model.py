@@ -34,7 +34,7 @@ ObjectId = NewType("ObjectId", str)
 """xxh3_128 of an object's bytes, as 32 lower-case hex digits."""
 
 CommitId = NewType("CommitId", str)
-"""xxh3_128 of a record's body, in the same form."""
+"""xxh3_128 of a record's body, also as 32 lower-case hex digits."""
 
 
 class Kind(StrEnum):
@@ -60,7 +60,7 @@ class Slice:
     name: str
     """The parameter or buffer."""
     state: str
-    """Which optimizer state (``exp_avg``); empty for the other kinds."""
+    """The optimizer state, such as ``exp_avg``; empty for a slice of any other kind."""
     dtype: str
     """Code of the element type, after decoding."""
     elements: int
@@ -86,7 +86,7 @@ class StoredTensor(Slice):
     coding: str = field(default="", metadata=OMITTED)
     """How the slice is coded in fewer bytes (`layerstore.coding`); empty if its bytes are kept as they are."""
     box: tuple[int, ...] = field(default=(), metadata=OMITTED)
-    """If the slice is a box of its tensor, not a run: its first index in each dimension, then its extent in each."""
+    """If the slice is a box rather than a contiguous stretch: its first index in each dimension, then its extents."""
 
 
 _coding_of = attrgetter("coding")
@@ -108,7 +108,7 @@ class StoredObject:
     chunks: bytes
     """xxh3_64, 8 bytes big-endian each, of every 16 MiB of the file."""
     reference: str = field(default="", metadata=OMITTED)
-    """The id of the object whose tensors the differences in this one are added to; empty if it holds no differences."""
+    """The id of the object that this object's differences are relative to; empty if it holds no differences."""
 
     @property
     def ref(self) -> "BlobRef":
@@ -147,7 +147,7 @@ STAGES = frozenset({1, 2, 3})
 """The ZeRO stages; a save without a stage is kept as stage 3."""
 
 DCP = "dcp"
-"""Flags a record: ``torch.distributed.checkpoint`` made the save, and the ranks' states are not DeepSpeed's trees."""
+"""The flag of a record whose save ``torch.distributed.checkpoint`` made: its states are not DeepSpeed's trees."""
 
 CUTS = frozenset({"boxes", "even", "partition"})
 """The values of `LayerVersion.cut` that readers know."""
@@ -228,7 +228,7 @@ class LayerEntry:
     origin: Origin
     """The commit itself if it saved the version, otherwise the save that the version was inherited from."""
     optimizer_step: int | None
-    """The optimizer's update count for the layer at that save; None if there is no count, or counts differ."""
+    """The optimizer's update count for the layer at its origin; None if there is no count, or several that differ."""
     compact: int = field(default=0, metadata=OMITTED)
     """How many consecutive versions, up to and including this one, are not exact; 0 if this one is exact."""
 
@@ -297,7 +297,7 @@ class CommitRecord:
     attempt: int
     """Counted from 1."""
     lineage: tuple[Fork, ...]
-    """Where the attempt forked from an earlier one, where the latter forked, and so on; empty if it did not fork."""
+    """Where the attempt forked from an earlier one, where that one forked, and so on; empty if it did not fork."""
     step: int
     save_number: int
     """
@@ -315,14 +315,14 @@ class CommitRecord:
     """
     One state blob per rank: everything that is not a layer.
 
-    A DCP save has one blob for all ranks, and may have further blobs for each rank's own state.
+    A DCP save has either one blob for all ranks, or one blob for each rank.
     """
     layout: SourceLayout
     policy: PolicyUse
     supersedes: tuple[CommitId, ...]
     """Commits of the same run that this one replaces."""
     precision: str = field(default="exact", metadata=OMITTED)
-    """The precision requested for the layers that this commit saved; some may be exact anyway. ``exact`` if all are."""
+    """The precision requested for the saved layers, some of which may be exact anyway; ``exact`` if all layers are."""
     flags: tuple[str, ...] = ()
     """Features that a reader must know; see the format page."""
     notes: tuple[str, ...] = ()
@@ -358,7 +358,7 @@ class CommitRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodingLoss:
-    """What coding lost of a layer's masters, or of one of its optimizer states; its sums run over all slices."""
+    """What coding lost of a layer's masters, or of one of its optimizer states; the sums run over all slices."""
 
     layer: str
     state: str

@@ -20,7 +20,7 @@ _POSITIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 EXACT_EVERY = 10
 
 COMPACT = "compact"
-"""Flags a record: some of its layers are coded, and may refer to objects of older versions."""
+"""The flag of a record in which some layers are coded, and may refer to objects of older versions."""
 
 PrecisionName = Literal["exact", "moments8", "delta8", "delta4"]
 
@@ -91,7 +91,7 @@ class Keyframes:
     """Every Nth version of a layer is exact; None: only the first is."""
 
     def is_exact(self, before: int | None) -> bool:
-        """Whether a layer's next version is exact after *before* consecutive compact ones; None if it is the first."""
+        """Whether the next version is exact; *before* counts the compact ones before it, or is None for the first."""
         if self.precision.is_exact or before is None:
             return True
         return self.every is not None and before + 1 >= self.every

@@ -70,7 +70,7 @@ class Piece:
     crc32: int | None = None
     """The checksum of a whole slice that is copied; no other bytes have a stored checksum."""
     is_coded: bool = False
-    """Whether the object needs decoding; *object_offset* is then the bytes' offset in the object if it were uncoded."""
+    """Whether the object needs decoding; *object_offset* is then the offset that the bytes would have if uncoded."""
     is_measured: bool = False
     """Whether its checksum is wanted but unknown, so that the copy must compute it."""
     mean_of: tuple[Addend, ...] = ()
@@ -120,7 +120,7 @@ class StoredSlice:
         return self.tensor.size_bytes
 
     def piece(self, offset: int, *, start: int = 0, elements: int | None = None) -> Piece:
-        """Return the piece that copies *elements* of the slice from *start* to *offset*; by default all of it."""
+        """Return the piece that writes *elements* of the slice, from *start* on, at *offset*; by default, all."""
         count = self.tensor.elements if elements is None else elements
         item_bytes = by_code(self.tensor.dtype).bytes
         return Piece(
@@ -148,7 +148,7 @@ class _Row:
     """The slices of a parameter, in order."""
 
     slices: tuple[StoredSlice, ...]
-    """A box appears once for each run of elements in it."""
+    """A box appears once for each contiguous stretch of its elements."""
     starts: tuple[int, ...]
     """Where the elements begin in each slice."""
     bounds: tuple[int, ...]
@@ -162,7 +162,7 @@ def _row_of_runs(slices: Iterable[StoredSlice]) -> _Row:
 
 
 def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
-    """Return the row of *slices* that are boxes of a tensor of *shape*: its runs of elements, up to the first gap."""
+    """Return the row of *slices*, boxes of a tensor of *shape*: their contiguous stretches, up to the first gap."""
     runs: list[tuple[int, int, int, StoredSlice]] = []
     for part in slices:
         offsets, sizes = part.tensor.box[: len(shape)], part.tensor.box[len(shape) :]
@@ -266,7 +266,7 @@ class Slices:
         return row
 
     def _row(self, kind: Kind, name: str, state: str) -> "_Row":
-        """Return a parameter's slices in order; raises LayoutMismatch if they are not as long as the parameter."""
+        """Return a parameter's slices in order; raises LayoutMismatch if together they are not as long as it."""
         key = kind, name, state
         row = self._rows.get(key)
         if row is None:
@@ -319,7 +319,7 @@ class Slices:
     def _parts(
         self, kind: Kind, name: str, *, state: str, begin: int, end: int
     ) -> list[tuple[StoredSlice, int, int, Sequence[_Part]]]:
-        """Return the stretches of the elements *begin* to *end*; each mean of several saves comes with its parts."""
+        """Return the stretches of the elements *begin* to *end*, each with its parts if it is a mean of saves."""
         averaged = self._means.get(name) if kind is Kind.MASTER else None
         if averaged is None:
             return [(*stretch, ()) for stretch in self.stretches(kind, name, state=state, begin=begin, end=end)]

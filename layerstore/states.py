@@ -89,7 +89,7 @@ class GatheredTensor:
     dtype: str
     elements: int
     crc32: int
-    """Checksum of its bytes: rounding again must reproduce them."""
+    """Checksum of its bytes: if they come from the master, rounding it again must reproduce them."""
     source: TensorSource
     layer_name: str
     """The parameter or buffer that supplies it; empty when stored."""

@@ -86,7 +86,7 @@ class Store:
         """
         Return a line for each run, most recently saved first: its newest save, and whether that save is whole.
 
-        Of each run, only the newest save's record is read, and no tensor; `verify` reads the bytes.
+        Only the record of each run's newest save is read, and no tensor; `verify` reads the bytes.
         """
         from layerstore.inspect import run_lines
 
@@ -140,7 +140,7 @@ class Store:
 
         A ``torch.distributed.checkpoint`` folder is stored on its own; *step* sets its step if the folder does not
         state one. To return to DeepSpeed, store the folder *onto* a commit of the same model: that commit supplies
-        what DeepSpeed needs besides weights and moments, and the new commit continues its run.
+        what DeepSpeed needs besides weights and moments, and the new commit continues that commit's run.
 
         Raises:
             SourceCheckpoint: The checkpoint is incomplete, damaged, still changing or untrusted.
@@ -185,8 +185,8 @@ class Store:
 
         *policy* is a name, optionally with settings (``filter:every=10``), a policy (``layerstore.Filter(every=10)``),
         or a policy object of your own class.
-        A *recipe* is a YAML file, in our grammar or LLMTailor's, that states the base and every layer's step; *run* is
-        the run of steps that the recipe states without a run. With *exact*, the base is the newest save up to *ref*
+        A *recipe* is a YAML file, in our grammar or LLMTailor's, that states the base and every layer's step; *run*
+        applies to the steps that the recipe states without a run. With *exact*, the base is the newest save up to *ref*
         that was kept bit for bit (the policy ``exact`` differs: it takes every layer from the step of *ref* itself).
         With *without_damaged*, every byte is read first, and a damaged layer is replaced by its newest sound version;
         ``recipe_notes`` lists the replaced layers.
@@ -231,7 +231,7 @@ class Store:
         ``sft@800,sft@900:2``. With *ema*, a number below 1, each save weighs *ema* times as much as the next newer
         save; without *saves*, the mean goes back until a save would weigh less than a thousandth of the newest.
         *layers* is a pattern of the layers to average, such as ``model.layers.*``. Everything else, including moments,
-        comes from *ref*: by default the last save named in *saves*, otherwise the newest step of the only run.
+        comes from *ref*: by default the last save in the list *saves* or, without a list, the only run's newest step.
 
         Raises:
             InvalidInput: The arguments do not determine which saves to average, or their weights.
@@ -288,8 +288,9 @@ class Store:
         """
         Return the commits of *run*, or of all runs in order of name, newest step first.
 
-        At most *limit* commits per run, starting after the commit *before*, an id or its prefix. With *metrics*, which
-        takes longer, each commit includes the metrics of its step, from ``trainer_state.json`` or client_state.
+        At most *limit* commits per run are returned. With *before*, a commit's id or its prefix, the list starts after
+        that commit, and has only commits of its run. With *metrics*, which takes longer, each commit includes the
+        metrics of its step, from ``trainer_state.json`` or client_state.
 
         Raises:
             NotFound: There is no such run, or no such commit.
@@ -373,7 +374,7 @@ class Store:
 
         Raises:
             NotFound: Neither commit has the layer.
-            InvalidInput: Its parameters have no column *sort*.
+            InvalidInput: The layer's parameters have no column *sort*.
             IntegrityError: A version or an object to measure is damaged or missing.
             LayoutMismatch: A version lists slices that do not fit its shapes.
         """
@@ -403,10 +404,10 @@ class Store:
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """
-        Return the facts about the whole store, or about *run*; write them as one HTML page to the file *out*.
+        Return the facts about the whole store or *run*; with *out*, also write them to that file as one HTML page.
 
-        The facts are the fields of ``layerstore report --json``; each field of the shown saves is a list. Damaged parts
-        of the store are left out and listed.
+        The facts are the fields of ``layerstore report --json``; each field of the shown saves is a list with an item
+        for each save. Damaged parts of the store are left out and listed.
 
         For a long history, only some saves are shown, so the page stays below 1 MB. With *keep*, the page also shows
         what `gc` would do under the rules of *keep*. A file at *out* is replaced only if it is a report.
@@ -462,7 +463,7 @@ class Store:
 
     def drop(self, ref: str, *, dry_run: bool = False) -> "Dropped":
         """
-        Move the commit *ref* to the trash; `undrop` moves it back, until a collection removes it from the trash by age.
+        Move the commit *ref* to the trash; `undrop` moves it back, until a collection finds it old enough to remove.
 
         Commits that inherited its layers keep them. With *dry_run*, nothing is written. The trash keeps a dropped
         commit for 7 days, in a bucket for one day.
@@ -489,10 +490,10 @@ class Store:
 
     def give_up(self, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
         """
-        Move the unreadable records at the step of *ref* to the trash; return their ids.
+        Move the unreadable records at the step of *ref* to the trash, unless *dry_run*; return their ids.
 
-        Until they are moved, they block `gc`; the next `gc` frees what only they need. A record whose file was merely
-        renamed is not moved: restoring the file's name makes it sound again.
+        They block `gc` until they are moved; the next `gc` then frees what only they need. A record whose file was
+        merely renamed is not moved: restoring the file's name makes it sound again.
         """
         from layerstore.gc import damaged_records, give_up
 
@@ -720,7 +721,7 @@ class Store:
         """
         from layerstore.remote import Bucket, push
 
-        # First of all: a mistyped reference must not make a store in the bucket.
+        # Resolved before the bucket is touched: a mistyped reference must not make a store in it.
         resolved = None if refs is None else [self._resolved(ref) for ref in refs]
         bucket = Bucket(self.remotes.url(remote), may_make=True, on_made=on_made)
         return push(self._repo, bucket, refs=resolved, runs=runs, moves_pins=move_pins, progress=progress or Silent())
@@ -738,7 +739,7 @@ class Store:
         """
         Push as `push` does, and keep pushing what is new: yield what each push has sent, until *stop* is set.
 
-        If the remote does not answer, warn and try again. If something cannot be sent, name it in a warning, and send
+        If the remote does not answer, warn and try again. If something cannot be sent, warn about it, and send
         everything else.
 
         Raises:
@@ -764,7 +765,7 @@ class Store:
         Fetch the commits and pins of *remote*, a name or a URL, that this store lacks, or only *refs*.
 
         All bytes are checked against their ids before a commit becomes visible. A commit that is in this store's trash
-        is fetched only if *refs* names it.
+        is fetched only if it is one of *refs*.
 
         Raises:
             NoStore: There is no store at the remote.
@@ -901,7 +902,7 @@ def find_checkpoints(*folders: StrPath) -> "Survey":
 @checked
 def apply(delta: StrPath, folder: StrPath) -> "Applied":
     """
-    Apply *delta* to *folder*, an export of the delta's base: its weights become the target's. No store is needed.
+    Turn the weights in *folder*, an export of the base of *delta*, into those of its target. No store is needed.
 
     Every tensor is compared with its checksum before and after. Tensors that already match the target are skipped, so
     after a kill, the same call finishes the work.

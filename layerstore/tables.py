@@ -17,7 +17,7 @@ Row = TypeVar("Row")
 
 
 class Table(list[Row]):
-    """A list of results, shown one a line; an empty table shows why it is empty."""
+    """A list of results, shown one per line; an empty table shows why it is empty."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Table(list[Row]):
 
     def to_pandas(self) -> "DataFrame":
         """
-        Return a frame with a line for each result; its columns are the fields of ``--json``, with times as datetimes.
+        Return a frame with a row for each result; its columns are the fields of ``--json``, with times as datetimes.
 
         Raises:
             Unsupported: pandas is not installed.

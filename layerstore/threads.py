@@ -85,6 +85,6 @@ def run_all(pool: Executor, work: Callable[[Item], Result], items: Iterable[Item
         return [future.result() for future in futures]
     except BaseException:
         # Wait for the rest: the caller may close files or discard drafts that running work still uses.
-        # Not for what was cancelled: a pool that is shut down by another thread never reports that as done.
+        # But not for cancelled work, which a pool that another thread shuts down never reports as done.
         wait([future for future in futures if not future.cancel()])
         raise

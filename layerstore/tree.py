@@ -38,7 +38,7 @@ class Size(tuple[int, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A global that the source names but does not call, such as ``torch.bfloat16``."""
+    """A global that the source refers to but does not call, such as ``torch.bfloat16``."""
 
     name: str
 
@@ -139,7 +139,7 @@ def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree
     """Return a copy of *tree* in which each tensor is replaced by what *replacement* returns for it."""
     if isinstance(tree, Tensor):
         return replacement(tree)
-    # An OrderedMap's attributes only describe a module, and would double the time: they are not searched for tensors.
+    # An OrderedMap's attributes are not searched for tensors: they only describe a module, and would double the time.
     apart = tree.attributes if isinstance(tree, OrderedMap) else None
     parts = [
         part if type(part) in _LEAVES or part is apart else replace_tensors(part, replacement) for part in _parts(tree)

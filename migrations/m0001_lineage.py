@@ -27,7 +27,7 @@ _HEAD = struct.Struct(">8sH16sH")
 _LENGTH = struct.Struct(">Q")
 _DIGEST_BYTES = 16
 _OLD, _NEW = 1, 2
-"""The formats, and the schemas of their envelopes."""
+"""The numbers of the formats, which are also the schemas of their envelopes."""
 
 _RECORD = re.compile(r"(?:0|[1-9][0-9]{0,18})\.([0-9a-f]{32})")
 _FIELDS = frozenset(
@@ -124,7 +124,7 @@ class _Run:
             if match := _RECORD.fullmatch(name):
                 self._rows[match[1]] = _row_of(self._read(name)["body"])
         in_order = sorted(self._rows.items(), key=lambda item: (item[1].attempt, item[1].step, item[0]), reverse=True)
-        self._forks = {row.attempt: row.fork for _, row in in_order}  # an attempt's first record decides
+        self._forks = {row.attempt: row.fork for _, row in in_order}  # reversed: an attempt's first record decides
         self._hidden = {old for row in self._rows.values() for old in row.supersedes}
         self.ids: dict[str, str] = {}
         """The new id of each commit, by its old id."""
@@ -135,7 +135,7 @@ class _Run:
                 self.ids[old] = id_of(self._rewritten(old)["body"])
 
     def _read(self, file_name: str) -> dict[str, Body]:
-        """Return the payload of the record *file_name*, which must match its name."""
+        """Return the payload of the record *file_name*; its run, step and id must be those of its path."""
         path = f"commits/{self._run}/{file_name}"
         payload = unseal(self._older.read(path), name=path, store_id=self._store_id)
         body = _checked(payload.get("body"), path)
@@ -149,7 +149,8 @@ class _Run:
 
     def files(self) -> Iterator[tuple[str, bytes]]:
         """Yield the new records; hidden ones go to the trash."""
-        # A commit that was dropped and saved again differed only in ``supersedes``; keep the visible one.
+        # A commit that was dropped and saved again differed only in ``supersedes``, so both may have one id now: keep
+        # the visible one.
         hidden_first = sorted(self.ids, key=lambda old: old not in self._hidden)
         for new, old in {self.ids[old]: old for old in hidden_first}.items():
             name = f"commits/{self._run}/{self._rows[old].step}.{new}"
@@ -180,7 +181,7 @@ class _Run:
 
 
 def _checked(body: Plain, name: str) -> Body:
-    """Return the *body* of a record; its checksum was right, so each field has its format 1 type."""
+    """Return *body* if it has a record's fields and known flags; its checksum was right, so their types are, too."""
     if not isinstance(body, dict) or not body.keys() >= _FIELDS:
         raise _damaged(name, "its fields are not those of a record")
     unknown = sorted({str(flag) for flag in cast("list[Plain]", body["flags"])} - _FLAGS)

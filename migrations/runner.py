@@ -102,7 +102,7 @@ def migrate(path: Path, files: Files | None = None) -> Migration:
 
 
 def _look(layout: Layout, files: Files, *, path: Path) -> Migration:
-    """Return the plan, from ``store.json`` alone."""
+    """Return the plan, with the steps not yet measured; of the store's files, only ``store.json`` is read."""
     what = str(layout.identity)
     try:
         data = read_identity(layout, files, path=path)
@@ -116,7 +116,7 @@ def _look(layout: Layout, files: Files, *, path: Path) -> Migration:
             f"{what} is a store of format {stated}, which this layerstore cannot migrate; nothing was changed",
             hint="layerstore migrate --list",
         )
-    # A step that was interrupted before store.json was replaced starts over: the store still has its source format.
+    # A step that was interrupted before store.json was replaced starts over: the store has the step's source format.
     last = [step for step in STEPS if step.target == stated and files.exists(layout.migrating)]
     todo = last + [step for step in STEPS if step.source >= stated]
     _check_places(layout, files, todo)
@@ -198,12 +198,16 @@ def _make(layout: Layout, files: Files, step: Step) -> None:
 
 
 def _listing(layout: Layout, step: Step) -> set[Path]:
-    """Return the paths in the folders to be replaced, to find writes that take no lock: pins, or all without locks."""
+    """
+    Return the paths in the folders to be replaced, so that writes made without a lock are noticed.
+
+    Pins are written without a lock, and if the filesystem lacks flock, so is everything else.
+    """
     return {path for name in step.makes for path in (layout.root / name).rglob("*")}
 
 
 def _backup(layout: Layout, step: Step) -> Path:
-    """Return the folder that collects old folders until the backup is complete and gets its name."""
+    """Return the folder that collects old folders until the backup is complete, and is then renamed."""
     return layout.migrating / f"format-{step.source}.old"
 
 
@@ -212,7 +216,7 @@ def _finish(layout: Layout, files: Files, step: Step) -> StepOutcome:
 
     def move(source: Path, target: Path) -> None:
         files.rename(source, target)
-        # The target's folder first: then a power cut may leave the folder under both names, but never under neither.
+        # Sync the new parent first: a power cut may then leave the folder under both names, but never under neither.
         files.sync_directory(target.parent)
         files.sync_directory(source.parent)
 
@@ -221,7 +225,7 @@ def _finish(layout: Layout, files: Files, step: Step) -> StepOutcome:
     for name in (*step.makes, *step.leaves):
         place, new = layout.root / name, layout.migrated(step.target) / name
         is_new = files.exists(new)
-        # If the new folder has already been moved here by an earlier run, it stays.
+        # If an earlier run has already moved the new folder here, *place* is that folder, and stays.
         if files.exists(place) and (is_new or name in step.leaves):
             move(place, old / name)
         if is_new:

@@ -1,8 +1,8 @@
 """
 A composite's tensors as read-only arrays, mapped from the objects if possible; nothing is written.
 
-Mapping objects is safe: they are never truncated or rewritten, and a removed one keeps its pages while mapped. numpy is
-imported with the first array, since most commands never make one.
+Mapping objects is safe: they are never truncated or rewritten, and a removed object keeps its pages while it is
+mapped. numpy is imported with the first array, since most commands never make one.
 """
 
 import mmap
@@ -42,7 +42,7 @@ class _Entry:
     dtype: str
     shape: tuple[int, ...]
     parts: list[StoredSlice]
-    """For buffers that differ between ranks, every rank's copy."""
+    """Its slices; for a buffer that differs between ranks, every rank's copy."""
 
     @property
     def is_whole(self) -> bool:
@@ -54,7 +54,7 @@ class Tensors(Mapping[str, "Array"]):
     """
     Read-only arrays by name, each made on access.
 
-    Each object is verified as a whole, once, before the first of its bytes is returned.
+    Each object is verified as a whole, once, before the first of its bytes is returned, unless *verify* is False.
     Arrays and the mapping stay valid after the store is closed. An array whose bytes lie together, uncoded, in one
     object is that object's mapped memory (see `is_mapped`); other arrays are copies, and `parts` returns their slices.
     Types that numpy lacks are returned as bits: bfloat16 as uint16, 8-bit floats as uint8; `dtype` returns the true

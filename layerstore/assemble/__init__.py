@@ -1,8 +1,8 @@
 """
 Assemble: write the files of a composite, whatever their format.
 
-A format plans its files (`layerstore.shards`, `layerstore.hf`, `layerstore.distcp`, `layerstore.delta`); here they are
-filled with the bytes of objects, verified, converted and synced, in a folder that appears whole or not at all.
+A format plans its files (`layerstore.shards`, `layerstore.hf`, `layerstore.distcp`, `layerstore.delta`); this package
+fills them with the bytes of objects, verified, converted and synced, in a folder that appears whole or not at all.
 """
 
 from layerstore.assemble.assemble import (

@@ -1,8 +1,8 @@
 """
 Plan files as pieces of objects, with `OutputFile` and `Archives`, and move the bytes into a new folder.
 
-One thread copies, others verify and convert ahead of it, and one more syncs complete files. Two copying threads would
-only compete for the disk. Memory use does not grow with the model.
+One thread copies, others verify and convert ahead of it, and others sync complete files. Two copying threads would only
+compete for the disk. Memory use does not grow with the model.
 """
 
 import os
@@ -394,7 +394,7 @@ class Assembly:
         # Without a lock: at worst, an object that two tasks claim at once is verified twice.
         self._claimed |= unverified
         if len(task.objects) > 1:
-            # Reading cannot hash a coded object, which is decoded as it is read, or its reference, read only in part.
+            # Not hashed while read: a coded object, which is decoded on the way, and its reference, read only in part.
             hashing = Hashing(unverified & {*task.objects} - repo.coded.keys())
             for ref in unverified - hashing.refs:
                 repo.objects.verify(ref)

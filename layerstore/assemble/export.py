@@ -131,7 +131,7 @@ def execute_export(repo: Repository, plan: ExportPlan, out: Path, how: Writing, 
         seconds=plan.seconds + time.monotonic() - started,
         notes=(*plan.notes, *_infinity_notes(assembly, plan)),
         model_class=plan.model_class,
-        # As a Python string literal, in the usual quotes.
+        # The folder's path as a Python string literal, in double quotes.
         how_to_load=plan.loading.replace("{folder}", json.dumps(str(target.path), ensure_ascii=False)),
     )
 

@@ -24,7 +24,7 @@ def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) ->
     assert piece.rounding is not None
     dtype, _ = piece.rounding
     buffer = memoryview(bytearray(min(_MEAN_BYTES, piece.size_bytes)))
-    # All of an object is hashed, but a partial clone fetches no more of it than is read.
+    # To hash an object, all of it is needed; otherwise, a partial clone fetches only the stretch that is read.
     is_hashed, hashing = hashing is not None, hashing or Hashing(())
 
     def opened(part: Addend) -> AbstractContextManager[OpenFile]:

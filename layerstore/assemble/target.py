@@ -23,7 +23,7 @@ _WRITTEN_SECONDS = 10.0
 """How much later than the summary the last file of a folder may be written."""
 
 Force = bool | Literal["foreign"]
-"""Which older folder may be replaced: none, one that is unchanged since layerstore wrote it, or any."""
+"""Which older folder may be replaced: none (False), one unchanged since layerstore wrote it (True), or any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, 
     """
     Check that a folder may be written at *out*, and return its target; *what* names its kind in messages.
 
-    Every folder of this kind has at least one of the files *signs*. With *force*, an older one is replaced if
-    layerstore wrote it, and with ``foreign`` any older one.
+    Every folder of this kind has at least one of the files *signs*. With *force*, an older folder of this kind is
+    replaced if layerstore wrote it; with *force* ``foreign``, whoever wrote it.
 
     Raises:
         InvalidInput: *out* is inside the store, contains the store, or is not a path for a folder.

@@ -77,7 +77,7 @@ def bisect(
 ) -> Bisected:
     """Find the first bad save after *good* and, with *has_layers*, the layers to blame, as `Store.bisect` describes."""
     ends = [_plain(repo, text) for text in (good, bad)]
-    _history(repo, ends[0], ends[1], good, bad)  # refused before anything is written
+    _history(repo, ends[0], ends[1], good, bad)  # raises before anything is written
     question = Question(
         good=good,
         bad=bad,
@@ -145,7 +145,7 @@ def _history(repo: Repository, first: Resolved, last: Resolved, good: str, bad: 
 
 
 def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> Bisected:
-    """Search *row*; according to the user, its first save is good and its last save is bad."""
+    """Find where the saves of *row* turn bad; according to the user, the first is good and the last is bad."""
     names = references_to(judging.repo, [save.record for save in row])
 
     def judge(index: int) -> TrialVerdict:
@@ -222,7 +222,7 @@ def _layers(first: _Contrast, later: _Contrast) -> tuple[tuple[str, ...] | None,
     if blamed is not None:
         if first((blamed,)) == "bad":
             return (blamed,), False
-        others = [layer for layer in first.differing if layer != blamed]  # another fault may have come in between
+        others = [layer for layer in first.differing if layer != blamed]  # the saves may also differ by another fault
         if later((blamed,)) == "bad" and first(others) == "good":
             return (blamed,), True
     blamed = suspect(first.differing, first)
@@ -233,7 +233,7 @@ def _layers(first: _Contrast, later: _Contrast) -> tuple[tuple[str, ...] | None,
 
 @dataclass(slots=True)
 class _Judging:
-    """Judges composites, each once and as a folder for ``from_pretrained``."""
+    """Judges each composite once, as a folder for ``from_pretrained``."""
 
     repo: Repository
     judge: Callable[[Path], Judged]
@@ -275,5 +275,6 @@ class _Judging:
 
 def _key_of_export(plan: ExportPlan) -> str:
     """Return a key for what a judge would see: equal for equal folders, whichever saves they come from."""
+    # Without the summary, since it states the save.
     seen = [(file.path, file.size_bytes, file.literals, file.pieces) for file in plan.files if file.path != SUMMARY]
     return digest(repr(sorted(seen, key=lambda planned: planned[0])).encode()).hex()

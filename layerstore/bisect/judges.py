@@ -23,7 +23,7 @@ class Judged:
 
     verdict: TrialVerdict
     metric: float | None = None
-    """The number that decided, if one did."""
+    """The number that decided the verdict; None if the exit code did."""
 
 
 def command_judge(
@@ -36,8 +36,9 @@ def command_judge(
     """
     Return a judge that runs *command* with a folder's path in place of ``{}``.
 
-    The command exits with 0 for good, 125 to skip, and 1 to 124 for bad. With a *metric*, its last line is the
-    number, or a JSON object with the number; worse than *threshold* is bad. *on_output* gets the command's output.
+    The command exits with 0 for good, 125 to skip, and 1 to 124 for bad. With a *metric*, the last line that it prints
+    is the number, or a JSON object with the number; a number worse than *threshold* is bad. *on_output* gets all that
+    the command prints.
 
     Raises:
         InvalidInput: The command lacks ``{}``, or only one of *metric* and *threshold* is given.

@@ -68,7 +68,7 @@ class Log:
         self.trials: list[Trial] = []
         if files.size(self._path):
             known, trials, answer = read_trials(folder)
-            # An unfinished log continues with its recorded commits; an answered log counts only for the same commits.
+            # An unfinished bisection goes on with its recorded commits; an answer is reused only for the same commits.
             is_same = known == question if answer else known.is_same(question)
             if is_same:
                 self.question, self.trials, self._has_answer = known, trials, bool(answer)

@@ -60,7 +60,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A commit or pin that refers to damaged blobs, but without its record, to save memory."""
+    """A commit or pin that refers to damaged blobs, held without its record to save memory."""
 
     save: Origin
     """The save that the commit or pin came from."""

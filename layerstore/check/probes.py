@@ -127,7 +127,7 @@ def fsync(files: Files, folder: Path) -> Iterator[Finding]:
     """Sync files and their folder a few times."""
     file_seconds, folder_seconds = [], []
     with warnings.catch_warnings(record=True) as caught:
-        # Even if this process has been warned before.
+        # Record the warning even if this process has been warned before.
         warnings.simplefilter("always")
         for number in range(_SYNCS):
             with files.create(folder / f"synced-{number}") as file:

@@ -1,7 +1,7 @@
 """
 Repair: move damaged files to the trash, and fetch intact copies from another store.
 
-``store.json`` is rewritten with the store id that most records state.
+If asked to, it rewrites ``store.json``, with the store id that most records state.
 
 Nothing else is inferred. What no source has stays lost, and is reported: ingesting the checkpoint again puts objects
 back; `drop` or `pin --delete` gives up a record or pin by name.
@@ -36,7 +36,7 @@ from layerstore.publish import Transaction, republish
 from layerstore.storage import RecordName, RecordStore, Repository, Trash, stated_ids
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})
-# A fetched blob refers to objects that could not be checked before, so the store is verified again.
+# A fetched blob refers to objects that could not be checked before, so the store is verified again, up to this often.
 _LOOKS_MAX = 4
 
 
@@ -110,7 +110,7 @@ def opened_sources(
     repo: Repository, sources: Mapping[str, Callable[[], Repository]]
 ) -> Iterator[tuple[Repository, ...]]:
     """
-    Open *sources*, whose keys are the user's names for them, for reading until the block ends.
+    Open *sources* for reading until the block ends; their keys are the user's names for them.
 
     Raises:
         InvalidInput: A source is not a store, or is the store to be repaired.
@@ -241,7 +241,7 @@ class _Repair:
         if self._repo.objects.is_whole(home, ref.id):
             return self._repo.objects.is_sound(home, ref)  # if unsound, a record states a wrong size for it
         if self._repo.files.identity(home) != before:
-            return True  # an ingest has rewritten it; if not, the next repair finds it
+            return True  # just rewritten, as by an ingest; if it is still damaged, the next repair finds it
         source = self._source_of(ref)
         if self._repo.files.exists(home):
             self._take_away(home, damage)

@@ -89,7 +89,7 @@ _EVERYTHING = ObjectSample(begin=0, length=_ALL, words="")
 
 # How many objects a thread is given at a time, and how many such shares are queued.
 _SHARE = 64
-_SHARES_MAX = 4 * WORKERS_MAX  # no worker waits for its next share, and few results wait to be yielded
+_SHARES_MAX = 4 * WORKERS_MAX  # enough that no worker waits for a share, few enough that results do not pile up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ def verify_store(
 def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
     """Read every record, compare it with the index, and note what it refers to."""
     for run in repo.records.runs():
-        # Before the listing: a record that is linked in between merely has no row yet.
+        # Read the index before the listing: a record that is published in between merely has no row yet.
         indexed = repo.catalog.indexed(run)
         names = repo.records.names(run)
         progress.start(f"records of {run}", len(names))
@@ -420,7 +420,11 @@ def _lost(
 
 
 def _refs(named: _Named, at: int) -> dict[BlobRef, list[int] | None]:
-    """Return objects whose ids start with *at*, with the numbers of the blobs that refer to each; None for a blob."""
+    """
+    Return the blobs and other objects whose ids begin with the byte *at*.
+
+    The value of a blob is None; that of any other object, the numbers of the blobs that refer to it.
+    """
     # The blobs have just been read for what they refer to; if data is read, they are read again, like other objects.
     own: dict[BlobRef, list[int] | None] = {
         ref: None for blobs in (named.versions, named.states) for ref in blobs.part(at)

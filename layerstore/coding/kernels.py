@@ -97,7 +97,7 @@ def _encode_piece(
         raise NotCodable(_reason(values, has_reference=reference is not None)) from error
     if small is not codes:
         codes[:] = (_packed(small) if spec.bits == 4 else small)[: codes.size]
-    # From here on *reference* may be overwritten, since *out* may be the same memory: the error needs *coded* instead.
+    # From here on *reference* may be overwritten, since *out* may be the same memory: the error is taken from *coded*.
     _decode_piece(spec, codes, scales, reference, out)
     return _error(values, coded, greatest, out, work[:size])
 
@@ -117,7 +117,7 @@ def _decode_piece(spec: Spec, codes: Bytes, scales: Scales, reference: Floats | 
 def _error(values: Floats, coded: Floats, greatest: np.int32, decoded: Floats, scratch: Floats) -> Error:
     """Return how far *decoded* is from *values*; *greatest* is the image of the largest magnitude in *coded*."""
     greatest_value = float(greatest.view(np.float32))
-    # The squares of second moments may be too small for fp32, those of other numbers too large.
+    # The squares of second moments may be too small for fp32, those of other numbers too large: so scale the numbers.
     exponent = math.frexp(greatest_value)[1]
     exponent = 0 if -48 < exponent < 48 else min(max(exponent, -120), 120)
     errors = np.subtract(values, decoded, out=scratch)

@@ -245,7 +245,7 @@ def compose_exact(repo: Repository, resolved: Resolved) -> Composition:
     Take every layer from exactly this step.
 
     Raises:
-        LayoutMismatch: Some layers were not saved at this step; the message names one.
+        LayoutMismatch: Some layers were not saved at this step; the message gives one of them.
     """
     composition = compose_latest(resolved)
     older = composition.older_layers
@@ -285,7 +285,8 @@ def compose_by_policy(
     past = SaveHistory(repo, resolved, view=repo.catalog.find(base.run) if view is None else view)
     saves = past.saves()
     newest = next(saves)
-    # If *policy* itself saved the base, the due layers are those saved: the save number alone is not enough (ADR 35).
+    # If *policy* itself saved the base, the layers that were due are those that the save wrote: the save number alone
+    # does not show this (ADR 35).
     phased = anchored(policy, newest.save_number, past.decided(0, policy))
     picks = replay_policy(
         phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy)
@@ -329,7 +330,8 @@ def load_versions(repo: Repository, composition: Composition, *, states: bool = 
             # A mean uses only masters.
             problem = difference(repo.version_of(bases), version, states=states and number < len(versions))
         except IntegrityError:
-            # A run has one model, so a version of the same run needs no comparison; writing it checks lengths.
+            # The base's own version is damaged. A run has one model, so a version of the same run needs no comparison;
+            # its lengths are checked when it is written.
             if entry.origin.run != bases.origin.run:
                 raise
             problem = None
@@ -391,7 +393,8 @@ def mismatch(base: LayerVersion, other: LayerVersion | LayerSource) -> str | Non
 
 def _are_alike(mine: Parameter | Buffer, theirs: Parameter | Buffer) -> bool:
     """
-    Whether one can replace the other, even between FSDP2 and DeepSpeed, whose saves describe a model differently.
+    Whether *mine* and *theirs* can replace each other, even between FSDP2 and DeepSpeed: their saves describe a model
+    differently.
 
     FSDP2 trains fp32 parameters, DeepSpeed bf16 ones with fp32 masters. FSDP2 keeps buffers as it keeps frozen
     parameters, and DCP's own saves do not record which parameters are tied.
@@ -436,7 +439,7 @@ def _facts(item: Parameter | Buffer) -> str:
 @contextmanager
 def naming_damage(repo: Repository, composition: Composition, *, resumes: bool = False) -> Iterator[None]:
     """
-    Add the layer to errors of the block, which reads what *composition* needs; if it *resumes*, hint at other steps.
+    Add the layer to errors of the block, which reads what *composition* needs; with *resumes*, hint at other steps.
 
     Raises:
         Conflict: A commit that layers were chosen from was collected or dropped in the meantime.

@@ -34,7 +34,7 @@ class _Save:
 
 
 def base_of_mean(text: str) -> str | None:
-    """Return the default base of the mean *text*, as a reference; None for the newest save of the only run."""
+    """Return the default base of the mean *text*, as a reference; None stands for the newest save of the only run."""
     return None if _is_last(text) else _weighted(text)[-1][0]
 
 

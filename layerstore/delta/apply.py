@@ -94,7 +94,7 @@ def _partial(path: Path) -> Path:
 
 
 def _checked(delta: DeltaFolder, held: Mapping[str, GatheredSource], folder: Path) -> dict[str, str]:
-    """Return the checksum of every tensor; raise unless each matches its base or its target."""
+    """Return the checksum of every tensor; raise LayoutMismatch unless each is that of the base or of the target."""
     for name in (*delta.tensors, *delta.unchanged):
         if name not in held:
             raise LayoutMismatch(

@@ -93,7 +93,7 @@ class DeltaWriter:
 
 
 def _in_order(data: bytes) -> tuple[bytes, bytes, memoryview]:
-    """Return a safetensors file in parts, with its header sorted: the package writes metadata in random order."""
+    """Return a safetensors file in parts, its metadata sorted: the safetensors package writes it in random order."""
     begin, end = 8, 8 + int.from_bytes(data[:8], "little")
     fields = json.loads(data[begin:end])
     fields["__metadata__"] = dict(sorted(fields["__metadata__"].items()))
@@ -166,7 +166,7 @@ def read_delta(path: Path) -> DeltaFolder:
         )
     fields = parse_json(read_source_file(path / WEIGHTS_INDEX, size_bytes_max=RECORD_BYTES_MAX))
     metadata, placed = fields["metadata"], fields.get("weight_map")
-    # slime's own deltas lack the checksums that we add; then only tensors after the delta can be verified.
+    # slime's own deltas lack the checksums that we add: their tensors can be verified only after the delta is applied.
     encoding, bases = metadata["delta_encoding"], metadata.get("base_checksums", {})
     formats = metadata.get("compression_format"), metadata.get("checksum_format")
     if encoding not in ENCODINGS or formats != (COMPRESSIONS[cast("Encoding", encoding)], CHECKSUM):

@@ -86,7 +86,7 @@ def write_delta(
     """
     started = time.monotonic()
     base = compose_latest(resolve(repo, since))
-    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)  # exports may have it
+    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)  # exports have it, too
     if target.older is not None and not target.is_empty and not is_delta(target.path):
         raise AlreadyExists(f"{out} is an export, not a delta, so it is not replaced", hint="choose another -o")
     plans = [plan_export(repo, end, dtype=dtype, max_shard_size=_ONE_FILE) for end in (base, composition)]

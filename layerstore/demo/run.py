@@ -132,7 +132,7 @@ def _train(folder: Path, out: str, *composites: str, steps: int = STEPS, ranks: 
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": PATH}
     settings |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     log = folder / "logs" / f"{out}.log"
-    # In a process session of its own: only this process then gets Ctrl-C, and torchrun can end its ranks cleanly.
+    # In a process session of its own: Ctrl-C then reaches only the demo, which lets torchrun end its ranks cleanly.
     with (
         log.open("wb") as output,
         subprocess.Popen(
@@ -166,7 +166,7 @@ def _mixture(mixed: Composite, saved: Composite) -> DemoFacts:
 
 
 def same_layers(expected: Composite, actual: Composite) -> dict[str, bool]:
-    """Return for each layer whether both composites have one version: the same weights and moments, bit for bit."""
+    """Return for each layer whether both composites have the same version: equal weights and moments, bit for bit."""
     versions = {layer: choice.version for layer, choice in actual.layers.items()}
     return {layer: versions.get(layer) == choice.version for layer, choice in expected.layers.items()}
 

@@ -4,8 +4,8 @@ Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of th
     python -m torch.distributed.run --nproc-per-node 2 -m layerstore.demo.training STEPS OUT [CHECKPOINT ...]
 
 Trains to STEPS from each CHECKPOINT, or from the beginning. OUT gets the losses of all these training runs, and the
-saves of the first. The text is the sources of Python's standard library, byte by byte. A batch depends only on its
-step and rank, so the same step sees the same text, interrupted or not.
+saves of the first. The training text is the sources of Python's standard library, byte by byte. A batch depends only
+on its step and rank, so the same step sees the same text, interrupted or not.
 """
 
 import json
@@ -29,7 +29,7 @@ CONFIG = {
 
 def main(steps: str, out: str, *checkpoints: str) -> None:
     """Train; SIGTERM ends the process."""
-    # An exception makes an interrupted compile release its lock file; otherwise, the next compile waits forever.
+    # Raise on SIGTERM, so that an interrupted compile releases its lock file: the next would wait for that forever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     import deepspeed

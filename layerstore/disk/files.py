@@ -4,7 +4,8 @@ The seam to the operating system: every byte of a composite, and of a store's ow
 The index and the courtesy locks handle their own files, since losing those files loses no data.
 
 There is one way to write durably: create a new file, write it, fsync it, link it to its final name, fsync the folder.
-Nothing is ever written in place. Tests inject their faults at this seam.
+In place, only data that may be lost or torn is written: timings, logs, and fetched chunks, which are checked when read.
+Tests inject their faults at this seam.
 """
 
 import contextlib
@@ -271,7 +272,7 @@ class Files:
         return NewFile(path, fd, self._hook, sync_ahead=sync_ahead)
 
     def overwrite(self, path: Path) -> NewFile:
-        """Open the file *path* to write to it in place."""
+        """Open the file *path* to write to it in place; only for data that may be lost or torn."""
         with mapped_errors(path, doing="write to"):
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         return NewFile(path, fd, self._hook)
@@ -288,7 +289,7 @@ class Files:
 
     @contextlib.contextmanager
     def temporary(self, directory: Path, data: bytes) -> Iterator[Path]:
-        """Yield a synced file with *data* in *directory*; its name is removed afterwards, if it still exists."""
+        """Yield the path of a synced file with *data* in *directory*; this name is removed afterwards, if it exists."""
         path = directory / secrets.token_hex(16)
         file = self.create(path)
         try:
@@ -316,7 +317,7 @@ class Files:
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as exc:
-            # Over a network, a link may succeed although its reply is lost or an error: both names are then one file.
+            # Over a network, a link may be made although the reply is lost or an error: both names are then one file.
             one, other = self.look(source), self.look(target)
             if one is not None and other is not None and os.path.samestat(one, other):
                 return True
@@ -407,7 +408,7 @@ class Files:
         return True
 
     def sync_directory(self, directory: Path) -> None:
-        """Make the names in *directory* durable."""
+        """Make the names in *directory* durable; warns with `WeakDurability` if the filesystem cannot."""
         self._hook("fsync", directory)
         with mapped_errors(directory, doing="fsync the folder"):
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -64,7 +64,7 @@ def lock(path: Path, *, what: str, deadline_seconds: float | None = None) -> Ite
     """
     Hold the lock file *path* while the body runs; *what* describes the locked thing in messages.
 
-    Without *deadline_seconds*, wait ``LAYERSTORE_LOCK_TIMEOUT`` seconds, or the default.
+    Without *deadline_seconds*, wait ``LAYERSTORE_LOCK_TIMEOUT`` seconds; if that is not set, the default.
 
     Raises:
         Locked: Another process still held the lock at the deadline; the message identifies that process.

@@ -86,7 +86,7 @@ class mapped_errors:  # noqa: N801  # used like a function; a generator would sl
         """Begin the operation."""
 
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        # StorageIO is an OSError, too; one from an inner operation already states what failed.
+        # StorageIO is an OSError, too: a StorageIO from an inner operation already states what failed.
         if exc is None or not isinstance(exc, OSError) or isinstance(exc, StorageIO):
             return
         path = self._path

@@ -29,7 +29,7 @@ _MODEL, _OPTIMIZER = "model", "optim"
 _MODEL_ALIASES = ("",)
 """torchtitan puts a model's tensors at the top level."""
 _OPTIMIZER_ALIASES = ("optimizer",)
-"""The name in torchtitan, Accelerate and the Trainer."""
+"""The optimizer's key in torchtitan, Accelerate and the Trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

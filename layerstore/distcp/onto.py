@@ -69,7 +69,7 @@ class _States:
     def stage(
         self, staging: Staging, writer: ObjectWriter, versions: Versions
     ) -> tuple[tuple[BlobRef, ...], list[str]]:
-        """Stage the ranks' states; return them, and a note if the new weights made files stale."""
+        """Stage the ranks' states; return references to them, and a note if the new weights made files stale."""
         states, base = self.states, self.base
         if self.updates_since.is_nothing and versions == {entry.layer: entry.version for entry in base.layers}:
             # Nothing was updated since the base: the folder holds the base's own save.
@@ -195,7 +195,7 @@ class _Reading:
         )
 
     def _has_its_own(self, file: SourceFile) -> bool:
-        """Whether the folder has a file at this path that differs from the base's; an export copies the base's file."""
+        """Whether the folder has a file at this path that differs from the base's: an equal one is an export's copy."""
         path = self._folder.path / file.path
         if not path.is_file():
             return False

@@ -1,7 +1,7 @@
 """
 Ingest a PyTorch distributed checkpoint by itself: nothing from DeepSpeed is known or needed.
 
-As they are read, tensors are cut into the fewest slices that keep objects small. Everything else becomes one state.
+Tensors are cut, while they are read, into the fewest slices that keep objects small. Everything else becomes one state.
 """
 
 import re

@@ -142,7 +142,7 @@ class _TensorReader(Reader):
 
 
 def _exactly(wanted: Wanted, data: memoryview) -> memoryview:
-    """Return *data* in the type that the store keeps; raise LayoutMismatch if the conversion loses anything."""
+    """Return *data* in the store's type; raises LayoutMismatch if that changes values that may not be rounded."""
     kept_dtype, source_dtype = wanted.dtype, wanted.tensor.dtype
     if kept_dtype == source_dtype:
         return data

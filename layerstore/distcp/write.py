@@ -64,7 +64,8 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
     if any(file.path == TRAINER_STATE for file in state.files):
         beside += [file for file in state.files if file.path in {TRAINER_STATE, "scheduler.pt"}]
-        # Accelerate and the Trainer use one folder for the model, one for the optimizer: both refer to the files above.
+        # Accelerate and the Trainer read the model from one folder and the optimizer from another: each folder gets
+        # metadata that refers to the data files above it.
         above = metadata_bytes(writer.entries(below="../"))
         files += (literal_file(f"{folder}/{DCP_METADATA}", above) for folder in FSDP_FOLDERS)
     trained = (

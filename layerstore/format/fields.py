@@ -67,7 +67,7 @@ def _plain_items(values: tuple[Any, ...]) -> list[Plain]:
 
 
 def _fields_writer(cls: Any) -> FieldWriter:
-    """Return a function that writes a dataclass; plain fields are copied all at once: a save has a million fields."""
+    """Return a function that writes a dataclass, copying all plain fields at once: a save has a million fields."""
     fields = sorted(dataclasses.fields(cls), key=lambda field: field.name)
     names = tuple(field.name for field in fields)
     may_lack = [(field.name, field.default) for field in fields if "omitted" in field.metadata]
@@ -217,7 +217,7 @@ _CONTRADICTIONS: dict[type, Callable[[Any], str | None]] = {
     PackedObject: _of_object,
     ObjectContent: _of_content,
 }
-"""By type: the function that returns a contradiction between a value's fields, or None if there is none."""
+"""For each type: the function that returns a contradiction between a value's fields, or None if they agree."""
 
 
 # -- readers ---------------------------------------------------------------------------------------------------------

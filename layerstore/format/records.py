@@ -227,7 +227,7 @@ def encode_blob(
     objects: Sequence[PackedObject] = (),
     references: Sequence[PackedObject] = (),
 ) -> bytes:
-    """Return the bytes of *blob*; a version without objects gets them packed, as *objects* and *references*."""
+    """Return the bytes of *blob*; a version without objects gets *objects* and *references*, already packed."""
     assert not (objects or references) or (isinstance(blob, LayerVersion) and objects and not blob.named)
     if objects:
         whole = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(blob)).items()}
@@ -240,7 +240,7 @@ def encode_blob(
 
 
 def pack_object(stored: StoredObject) -> PackedObject:
-    """Return *stored* packed for a part, and from there for a version blob."""
+    """Return *stored* with its tensors encoded, as a part holds it and a version blob takes it over."""
     return PackedObject(
         id=stored.id,
         size_bytes=stored.size_bytes,
@@ -260,7 +260,7 @@ def _pack_whole(packed: PackedObject) -> bytes:
 
 
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
-    """Decode the layer version named *ref*; raises IntegrityError if the bytes do not match."""
+    """Decode the version *ref*; raises IntegrityError if it is damaged, Unsupported if it needs a newer layerstore."""
     version = _decode(data, ref, VERSION_MAGIC, LayerVersion)
     _check_cut(version, ref)
     codings = {tensor.coding for stored in version.named for tensor in stored.tensors} - {""}
@@ -284,7 +284,7 @@ def _check_cut(version: LayerVersion, ref: BlobRef) -> None:
 
 def named_in_version(data: bytes, *, ref: BlobRef) -> list[BlobRef]:
     """
-    Return the objects needed to read the version named *ref*; raises as `decode_version` does.
+    Return the objects needed to read the version *ref*; raises as `decode_version` does.
 
     A collection calls this for every version, so it skips the tensors, which are nearly all of a version.
     """
@@ -330,7 +330,7 @@ def _plain_slices(stored: StoredObject) -> list[tuple[str, str, int]]:
 
 
 def decode_state(data: bytes, *, ref: BlobRef) -> RankState:
-    """Decode the rank state named *ref*; raises IntegrityError if the bytes do not match."""
+    """Decode the rank state *ref*; raises IntegrityError if the bytes do not match."""
     return _decode(data, ref, STATE_MAGIC, RankState)
 
 

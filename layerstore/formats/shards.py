@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards(RankOptions):
-    """Shards under the ZeRO stage that saved them."""
+    """Shards under the ZeRO stage that the base was saved under."""
 
     name: ClassVar[str] = "shards"
     about: ClassVar[str] = "to resume from, as they were saved"
@@ -38,7 +38,7 @@ class Shards(RankOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero3(Shards):
-    """Shards under stage 3, whatever stage saved them."""
+    """Shards under stage 3, whatever stage the base was saved under."""
 
     name: ClassVar[str] = "zero3"
     about: ClassVar[str] = "to resume from under stage 3, whatever stage saved them"

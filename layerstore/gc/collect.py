@@ -38,7 +38,7 @@ class GcOutcome:
     """Every visible commit, run by run, newest first."""
     objects: Gone
     orphans: Gone
-    """The part of *objects* that no removed commit refers to: left by killed writers, or so far kept by the trash."""
+    """Those of *objects* that no removed commit refers to: left by killed writers, or kept by the trash until now."""
     young: Gone
     """Unneeded objects that are too young to go: a writer may be about to refer to them."""
     unfinished: Gone
@@ -80,7 +80,7 @@ class GcRequest:
 
     keep: Keep
     runs: Iterable[str] | None = None
-    """The runs that *keep* applies to, None for all; the others keep everything."""
+    """The runs that *keep* applies to, None for all; every other run keeps all of its commits."""
     grace_seconds: float | None = None
     """The minimum age of objects that go; None for the default."""
     trash_seconds: float | None = None
@@ -140,7 +140,7 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
     """
     # Taken first, so that whatever is written while we look counts as younger.
     now_ns = repo.aside.now_ns()
-    # A short grace period must not end saves that take hours; 0 may, since with 0 the user promises that nobody writes.
+    # A short grace period must not end saves that take hours; 0 may, as the user thereby promises that nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
     facts = Facts(repo, request.keep)
     runs = chosen(facts, request, now_ns)
@@ -325,6 +325,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
                 # Nothing could be unlinked either, so another round would find no more room.
                 raise full
         _tidy(repo, plan)
+        # `objects` includes those that wait; `bytes_freed` subtracts them.
         return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
 
 
@@ -371,7 +372,7 @@ def _remove_idle_parts(repo: Repository, plan: GcPlan) -> None:
 
 
 def _remove_records(repo: Repository, plan: GcPlan) -> None:
-    """Remove the records that go, and old trash; first retire commits that a record hides, or they would reappear."""
+    """Remove the records that go, and old trash; first retire what a record hides, or it would reappear later."""
     for view, fates in plan.runs:
         if view.hidden:
             for row in view.visible:

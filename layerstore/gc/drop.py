@@ -35,7 +35,7 @@ class Dropped:
     """Its reference while it was visible."""
     commit: str
     size_bytes: int
-    """Bytes freed when it leaves the trash for good; bytes that dropped commits share count with the first."""
+    """Bytes freed when it leaves the trash for good; bytes that several dropped commits share count for the first."""
     inherited_by: tuple[str, ...]
     """The run's remaining commits that inherited layers from this commit, in step order."""
     pins: tuple[str, ...]
@@ -108,7 +108,7 @@ def execute_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] =
     repo.prepare_saving()
     refs, runs = list(refs), list(runs)
     with contextlib.ExitStack() as locks:
-        # In the order of their names, so that two drops of the same runs never wait for each other.
+        # In the order of their names, so that two drops of the same runs cannot deadlock.
         for run in sorted({name.run for name in _named(repo, refs, runs)}):
             locks.enter_context(repo.lock_run(run))
         # Plan under the locks: a reference may resolve to a different commit now.
@@ -203,7 +203,7 @@ def give_up(repo: Repository, ref: str) -> list[RecordName]:
         return []
     repo.prepare_saving()
     with repo.lock_run(parse_reference(ref).name):
-        names = damaged_records(repo, ref)  # an ingest may have rewritten a record
+        names = damaged_records(repo, ref)  # again, under the lock: an ingest may have rewritten a record
         for name in names:
             repo.trash.take_damaged(repo.layout.record(name.run, name.step, name.id))
         repo.catalog.forget(names)
@@ -277,7 +277,7 @@ def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Co
     commits = of_step
     ids = ", ".join(f"{short_id(commit.id)} of attempt {commit.record.attempt}" for commit in of_step)
     if reference.back:
-        # As everywhere, only attempts that have commits count: ~1 is the last but one of them.
+        # As in every reference, only attempts that have commits count: ~1 is the last but one of these.
         view = repo.catalog.find(reference.name)
         attempts = [] if view is None else view.attempts[: -reference.back]
         commits = [commit for commit in of_step if [commit.record.attempt] == attempts[-1:]]

@@ -80,9 +80,9 @@ class Marks:
         """
         Make sure that *refs*, which *holder* is the first to need, exist, in ``objects/`` or aside.
 
-        While a commit that stays is incomplete, no other commit may go, since that commit might hold the only
-        replacement. Parts are not checked: their writer has just checked them. Objects, perhaps millions, are looked up
-        one by one only if the store's listing lacks them.
+        While a commit that stays is incomplete, no other commit may go: its objects might be the only replacement for
+        what is missing. Parts are not checked: their writer has just checked them. An object is looked up
+        individually only if the store's listing lacks it, since there may be millions.
 
         Raises:
             IntegrityError: An object is missing.
@@ -186,7 +186,7 @@ class Marks:
 
     def protect_named(self, ref: BlobRef) -> None:
         """
-        If *ref* is a version or state blob, add the objects that it refers to.
+        If *ref* is a version or state blob, count the objects that it refers to as needed.
 
         A writer that inherits a layer touches only the layer's blob, so a young blob means that a record may follow.
 
@@ -215,17 +215,17 @@ def is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
     """
-    Return, for each of *going*, at most how many bytes are freed if all of them go; shared bytes count with the first.
+    Return, for each of *going*, at most how many bytes it frees if all of them go; shared bytes count for the first.
 
-    What pins need is left out, and so is what the commits next to each of *going* need, whatever their attempts. The
-    other commits have too many blobs to read: of what they need, only versions shared with *going*, and states of the
-    same step, are left out. So an object that a different version needs too, such as a reference, is still counted.
+    Objects that a pin needs do not count, nor do those that a commit shortly before or after one of *going* needs, in
+    any attempt. All other commits have too many blobs to read: of what they need, only versions that *going* have too,
+    and states of the same step, are left out. So an object still counts if another version of theirs needs it.
     """
     ids = {commit.id for commit in going}
     others = Needs(repo)
     for pin in repo.records.readable_pins():
         others.add_readable(pin.record)
-    # The near commits first: a blob that is already known is not read again.
+    # Read the commits close by first: a blob that is already known is not read again.
     for run in dict.fromkeys(commit.run for commit in going):
         rows = sorted((row for row in repo.catalog.view(run).rows.values() if row.id not in ids), key=_BY_STEP)
         near: dict[RecordName, None] = {}

@@ -41,7 +41,7 @@ class CommitFate:
     is_blind: bool
     """Whether it is kept because the only rule is about a metric that no commit of its run has."""
     bytes_freed: int = 0
-    """The bytes that its removal frees, not counting bytes that commits listed before it free."""
+    """The bytes that its removal frees; bytes that several removed commits share count for the first one listed."""
     bytes_freed_later: int = 0
     """Likewise, the bytes of objects that are still too young to go."""
 
@@ -69,7 +69,7 @@ class _Fact:
     metrics: dict[str, float]
     """The metric that a rule is about, if it was measured."""
     waits_for_log: bool
-    """Whether the metric may still come with the log of the attempt's next commit: none existed when this was read."""
+    """Whether the metric may still come with the log of the attempt's next commit: there was no next commit yet."""
     has_moments: bool | None = None
     """None until a rule needs to know."""
 

@@ -45,9 +45,10 @@ def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO 
 
 def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[Gone, Gone]:
     """
-    Put back the needed objects of *listed*, and unlink the others; all of them lay aside before the last mark.
+    Put back the needed objects of *listed*, and unlink the others; return what was removed, and what waits.
 
-    Return what was removed, and what waits. Blobs go first; each object is checked again right before it is unlinked.
+    All of *listed* must have been aside before *marks* last looked. Blobs go first; each object is checked again
+    right before it is unlinked.
 
     This also settles what a killed collection left aside. On a network filesystem another node's listing may be stale,
     so objects moved aside within the grace period stay aside until the next collection.
@@ -107,6 +108,7 @@ def _put_back(repo: Repository, objects: Iterable[BlobRef]) -> None:
         else:
             blobs.append((ref, named))
     for ref, named in blobs:
+        # If one of its objects is gone, a blob stays aside.
         if all(_put_back_one(repo, named_ref) for named_ref in named):
             _put_back_one(repo, ref)
 

@@ -56,7 +56,9 @@ def since(
     earlier: str,
 ) -> UpdatesSince:
     """
-    Compare *state*, which *earlier* saved, with the update count and the settings of each parameter in *later*.
+    Return what happened between the commit *earlier*, which saved *state*, and the commit *later*.
+
+    *counted* and *settings* are the update count and the settings of each parameter in *later*.
 
     Raises:
         LayoutMismatch: Parameters that share a counter or a setting differ in it; a count or a setting is missing; or
@@ -117,7 +119,7 @@ def _tag(state: RankState) -> str:
 
 
 def _agreed(values: Mapping[str, Any], what: str) -> Any:
-    """Return the value that all parameters share."""
+    """Return the value that all parameters share; raise LayoutMismatch if they differ."""
     (first, value), *others = values.items()
     for name, other in others:
         if other != value:

@@ -87,7 +87,7 @@ class DcpState:
                 raise _unlike()
 
     def kept(self, files: Iterable[SourceFile] = ()) -> RankState:
-        """Return this as the store keeps it, with the *files* that were saved next to it."""
+        """Return the rank state in which the store keeps all this, with the *files* that were saved next to it."""
         tensors: dict[Tree, Tree] = {
             key: (tensor.path, str(tensor.held.kind), tensor.held.name, tensor.held.state)
             for key, tensor in self.tensors.items()
@@ -102,7 +102,7 @@ class DcpState:
         return RankState(
             rank=0,
             model=TreeFile(path=DCP_METADATA, tree=tree),
-            # A rank's state has two trees, and this needs only one.
+            # A rank's state has two trees, and a DCP commit needs only one.
             optimizer=TreeFile(path=DCP_METADATA, tree={}),
             files=tuple(files),
             gathered=(),
@@ -148,7 +148,8 @@ def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str
     by_group: dict[str, dict[str, Tree]] = {}
     for key, value in values.items():
         if PARAM_GROUPS in key:
-            # Nested groups are named by number and list their members; flattened, each parameter has its own settings.
+            # A nested group has a number for its name, and lists its members. In a flattened state, each parameter has
+            # settings of its own, under its name.
             group_name, _, setting = key.partition(PARAM_GROUPS)[2].rpartition(".")
             by_group.setdefault(group_name, {})[setting] = value
     bare = {unwrapped(name): settings for name, settings in settings_by_name.items()}
@@ -173,6 +174,6 @@ def plain_setting(tree: Tree, what: str) -> Tree:
 
 
 def updates_counted(tree: Tree) -> int | None:
-    """Return how many updates *tree* counts; None unless that is a whole number from 0 to below `STEP_MAX`."""
+    """Return how many updates *tree* counts; None unless that is a whole number, at least 0 and below `STEP_MAX`."""
     number = number_of(tree)
     return int(number) if number is not None and 0 <= number < STEP_MAX and number == int(number) else None

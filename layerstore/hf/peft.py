@@ -1,8 +1,8 @@
 """
 PEFT's adapters: which adapters a composite has, their parameters' names in files, and the files.
 
-A parameter of the adapter ``default`` is ``….lora_A.default.weight`` in the model and ``….lora_A.weight`` in its file,
-since loading gives the adapter a new name. Adapters other than ``default`` have folders of their own.
+A parameter of the adapter ``default`` is ``….lora_A.default.weight`` in the model and ``….lora_A.weight`` in the
+adapter's file, since loading gives the adapter a new name. Adapters other than ``default`` have folders of their own.
 
 If the base has its own file of an adapter, that file is kept, with the tensors from other saves replaced. Without such
 a file, an export makes one by PEFT's rule for LoRA.

@@ -158,7 +158,7 @@ def goes_along(path: str, *, tag: str) -> bool:
     """
     Whether the base's small file *path* belongs to the model: its config, tokenizer, processor, code, card.
 
-    All files belong to the model but those with a few known names, since a tokenizer may give its files any names.
+    A file belongs to the model unless its name or suffix is on a list, since a tokenizer may give its files any names.
     """
     file = PurePosixPath(path)
     is_of_training = file.parts[0] == tag or file.name in _TRAINING_NAMES or file.suffix in _TRAINING_SUFFIXES

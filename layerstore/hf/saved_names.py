@@ -63,7 +63,7 @@ def saved_as(
 
 
 def _mappings(model: Any) -> Iterator[list[Any] | None]:
-    """Yield the mappings that saving may have used: none, those of a fresh model, or those that loading attached."""
+    """Yield the mappings that saving may find attached: None, so that it chooses its own, or one from loading."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError as exc:

@@ -89,7 +89,7 @@ class ExportTensors:
                 others.append(tensor)
             elif supplier in self.buffers and tensor.stored is not None:
                 self._add(tensor)
-            elif supplier not in self._covered:  # tied in another way: the file stores one tensor under two names
+            elif supplier not in self._covered:  # else tied in another way: the file stores one tensor under two names
                 self._covered.add(supplier)
                 unlike += [tensor.name] if tensor.stored is not None else []
                 self._add(self._from_layer(supplier, tensor))
@@ -122,7 +122,7 @@ class ExportTensors:
     # -- names that only Transformers knows ----------------------------------------------------------------------
 
     def _add_renamed(self, saved: list[WeightTensor]) -> None:
-        """Add the tensors *saved* under names that the layers lack; without any, add all that Transformers writes."""
+        """Add the tensors *saved*, whose names the layers lack; if there are none, add all that Transformers writes."""
         bare: dict[str, str] = {}
         shapes: dict[str, Sequence[int]] = {}
         for name, supplier, shape in self._names_in_memory():
@@ -134,7 +134,7 @@ class ExportTensors:
         seen: set[tuple[Run, ...]] = set()
         for name in by_name or written:
             runs = tuple(replace(run, name=bare[run.name]) for run in written[name].runs)
-            if runs not in seen:  # tied in another way
+            if runs not in seen:  # else tied in another way
                 seen.add(runs)
                 self._covered |= {run.name for run in runs}
                 self._add(self._from_runs(name, written[name].shape, runs, by_name.get(name)))

@@ -31,7 +31,7 @@ class NextCommit:
     """Every layer's previous version; empty for the first save."""
     supersedes: tuple[CommitId, ...] = ()
     after: int | None = None
-    """The step of the run that training continues from, if any; the commit must be after that step."""
+    """The step of this run that a resumed or rolled-back attempt continues from, if any; the commit must be later."""
 
     @property
     def fork(self) -> Fork | None:
@@ -86,7 +86,7 @@ class NextCommit:
         resumed_from: str | None,
     ) -> "NextCommit":
         """
-        Return the position of a new commit at *step*: in the newest attempt, or in a new one.
+        Return the position of a new commit at *step*: in the newest attempt, replacing *rivals*, or in a new attempt.
 
         Raises:
             InvalidInput: *rollback* or *resumed_from* contradicts the run's history.
@@ -116,7 +116,7 @@ class NextCommit:
         )
 
     def moved_to(self, view: RunView | None, attempt: int) -> "NextCommit | None":
-        """Return this position in *attempt*; None if that attempt, or a later one, has commits."""
+        """Return this position moved to *attempt*, or as it is if already there; None if *attempt* is not a new one."""
         if self.attempt == attempt:
             return self
         if attempt <= _newest_number(view):
@@ -153,7 +153,7 @@ class NextCommit:
         flags: tuple[str, ...] = (),
     ) -> CommitRecord:
         """
-        Return the record of a commit at this position: *versions* of the layers that are *due*; others are inherited.
+        Return the record of a commit at this position, with *versions* of the layers *due*; all others are inherited.
 
         *compact* gives, for each layer saved compactly, the number of compact saves in a row, including this one.
         """
@@ -198,7 +198,7 @@ def _newest_number(view: RunView | None) -> int:
 
 
 def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> NextCommit:
-    """Open an attempt that inherits the layers of *ref*, the commit or composite that training resumed from."""
+    """Return the position in a new attempt that inherits from *ref*, the commit or composite that was resumed."""
     record = resolve(repo, ref).record
     is_of_run = view is not None and record.run == view.run
     if view is not None and view.attempts and not is_of_run:
@@ -215,11 +215,11 @@ def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> 
 
 
 def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None) -> NextCommit:
-    """Open the attempt that continues from *record*, which may belong to another run."""
+    """Return the position in a new attempt that continues from *record*, which may belong to another run."""
     if view is None or record.run != view.run:
         # A fork refers to an attempt of its own run; from another run, only the layers are inherited.
         return NextCommit(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
-    # After a rollback, training has left the newest attempt, even if the previous save belongs to an earlier one.
+    # After a rollback, the fork is from the newest attempt, even if the previous save belongs to an earlier attempt.
     attempt = record.attempt if left is None else left
     lineage = record.lineage if attempt == record.attempt else view.lineage_of(attempt)
     return NextCommit(
@@ -252,7 +252,7 @@ class Reserved:
 
 
 def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], NextCommit], *, held: int = 0) -> Reserved:
-    """Lock an attempt, unless it is *held* already; *placed* picks a position, given the attempts that others hold."""
+    """Pick a position by *placed*, given the attempts that other jobs hold; lock its attempt, if not *held* yet."""
     taken: dict[int, Locked] = {}
     while True:
         place, lock, doubt = placed(taken.keys()), ExitStack(), None

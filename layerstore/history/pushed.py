@@ -44,7 +44,7 @@ def note_pushed(
     repo: Repository, url: str, commits: Collection[CommitId], *, before: Collection[CommitId] = ()
 ) -> None:
     """
-    Note that the remote at *url* has *commits*, and no longer has the other commits of *before*.
+    Note that the remote at *url* has *commits*, and no longer has commits that are only in *before*.
 
     What another push has noted in the meantime stays. If the store cannot be written, warn instead.
     """

@@ -17,7 +17,7 @@ from layerstore.nearest import did_you_mean
 from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.units import SHORT_ID_DIGITS, short_id
 
-# The fewest digits that may stand for a commit's id, as in git. Text as long as the ids in `log` can only be an id.
+# The fewest digits that may stand for a commit's id, as in git.
 _ID_DIGITS_MIN = 4
 _COMMIT_ID = re.compile(f"[0-9a-f]{{{_ID_DIGITS_MIN},32}}")
 
@@ -133,7 +133,7 @@ def ambiguous_id(text: str, ids: Iterable[str]) -> InvalidInput:
 
 
 def _by_id(repo: Repository, text: str) -> RecordRow | Resolved | None:
-    """Return the commit whose id begins with *text*, visible or otherwise in the trash; None if *text* may be a run."""
+    """Return the commit whose id begins with *text*, visible or else in the trash; None if *text* may be a run."""
     views = (repo.catalog.view(run) for run in repo.catalog.runs())
     rows = [row for view in views for row in view.visible if row.id.startswith(text)]
     if len(rows) == 1:
@@ -143,6 +143,7 @@ def _by_id(repo: Repository, text: str) -> RecordRow | Resolved | None:
         return Resolved.of_commit(repo.trash.read_record(dropped[0]))
     if rows or dropped:
         raise ambiguous_id(text, (commit.id for commit in rows or dropped))
+    # Text at least as long as the ids in `log` was meant as an id; shorter text may be the name of a run.
     if len(text) >= SHORT_ID_DIGITS:
         raise NotFound(
             f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log", name=text

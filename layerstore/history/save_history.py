@@ -86,7 +86,7 @@ def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
     if record.is_exact:
         return resolved
     view = repo.catalog.find(record.run)
-    rows = [] if view is None else [row for row in view.visible if row.id == resolved.commit]  # a pin's base
+    rows = [] if view is None else [row for row in view.visible if row.id == resolved.commit]  # for a pin, its base
     older = () if view is None else saves_below(view, attempt=record.attempt, step=record.step)
     exact = next((row for row in chain(rows, older) if row.is_exact), None)
     if exact is None:

@@ -187,7 +187,7 @@ class _Ingest:
         return [row for row in self.view.of_attempt(rival.attempt) if row.step == rival.step]
 
     def _existing_commit(self) -> RecordRow | None:
-        """Return the commit at the checkpoint's step: in the newest attempt's history, else in another one."""
+        """Return the commit at the checkpoint's step: from the newest attempt's history, otherwise from any attempt."""
         if self.view is None:
             return None
         rows = [row for row in self.view.visible if row.step == self.checkpoint.step]
@@ -306,7 +306,7 @@ class _Ingest:
                     )
             if options.pin is not None:
                 check_pin_means(self.repo, options.pin, commit_id(record))
-            # As late as possible: inherited files are touched right before the record names them.
+            # As late as possible: inherited files are touched right before the record that refers to them is written.
             for entry in record.layers:
                 if entry.layer not in due:
                     tx.inherit(entry)
@@ -406,7 +406,7 @@ class _Ingest:
         )
 
     def _origin_notes(self) -> Iterator[str]:
-        """Yield notes on the origin of the layers that the commit will not show, if compose wrote the folder."""
+        """If compose wrote the folder, yield notes on what the commit will not show about the origin of its layers."""
         summary = self._summary() or {}
         with contextlib.suppress(AttributeError, KeyError, TypeError):  # anyone may have written the file
             if summary["step"] != self.checkpoint.step:

@@ -159,7 +159,7 @@ def layers_due(
         }
         moved = movements(repo, layers, place.inherited)
         save = replace(save, movements=moved.relative, weighted_movements=moved.weighted, sizes=sizes)
-    # 0, because at an ingest, `fresh` stands for the half that the first save stores.
+    # 0, because at an ingest, `fresh` is the half due at save 0 (which is full anyway, as the first of its history).
     due = due_layers(anchored(policy, 0), save)
     # Whatever the policy says, layers that cannot be inherited must be stored.
     due |= {

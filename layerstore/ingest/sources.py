@@ -1,4 +1,4 @@
-"""Read the checkpoint to ingest: DeepSpeed's; or a distributed one of PyTorch's, on its own or onto a commit."""
+"""Read the checkpoint to ingest: DeepSpeed's, or PyTorch's distributed one, which may be put onto a commit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

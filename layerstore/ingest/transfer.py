@@ -56,9 +56,8 @@ def transfer(
     """
     Stage the layers *due* of *checkpoint*, with or without their *moments*, and everything that is not a layer.
 
-    Layers in *compact* are kept in fewer bytes.
-    All processes that share the work in *repo* stage layers; this one also stages the rest. With *known_before*, the
-    store is likely to have all of the content already.
+    Layers in *compact* are kept in fewer bytes. With *known_before*, the store is likely to have all of the content
+    already. All processes that share the work in *repo* stage layers; only this one stages the rest.
 
     Raises:
         SourceCheckpoint: A byte of the source has changed since it was written, or a file changed while it was read.
@@ -135,7 +134,7 @@ def _reading(source: _Source, writer: ObjectWriter, progress: Progress, workers:
 
 
 def _workers(*, codes: bool) -> int:
-    """Return how many threads stage objects; copying waits for the disk, coding for processors and interpreter."""
+    """Return how many threads stage objects; copying waits for the disk, coding for processors and the GIL."""
     return min(WORKERS_MAX, max(2, len(os.sched_getaffinity(0)))) if codes else WORKERS_MAX
 
 
@@ -227,7 +226,7 @@ class _Transfer:
         )
 
     def _doubts(self, layers: Sequence[LayerSource]) -> Iterator[str]:
-        """Yield a note if all weights in the model's file differ from their masters; raise if it is of another save."""
+        """Yield a note if all weights in the model's file differ from their masters; raise if another save wrote it."""
         names = {parameter.name for layer in layers for parameter in layer.parameters}
         whole = [tensor for tensor in self.checkpoint.whole if tensor.supplier in names]
         if not whole or any(map(self.readers.check.is_derived, whole)):
@@ -278,7 +277,7 @@ class _Transfer:
         inherited |= {buffer.name for layer in older for buffer in layer.buffers}
 
         def read(tensor: GatheredSource) -> GatheredTensor:
-            # A tensor of an inherited layer comes from its older version, as in a composite.
+            # A tensor of an inherited layer is taken from that layer's older version, as in a composite.
             return self._gathered_tensor(tensor, in_layer=tensor in in_layers or tensor.supplier in inherited)
 
         for file in self.checkpoint.gathered:

@@ -1,5 +1,5 @@
 """
-A training, and what storing its saves costs.
+A training run, and what storing its saves costs.
 
 The model: every save is pushed to a bucket, from which gc deletes every hour if there are retention rules. Requests
 are not counted: how many a push makes depends on what the bucket already holds.
@@ -165,9 +165,9 @@ def stored(groups: Sequence[SaveGroup], training: Training, *, lingers_seconds: 
     for group in groups:
         begins = list(group.saves(training.saves))
         for begin, end in zip(begins, [*begins, training.saves][1:], strict=True):
-            # The rule counts saves from 1, so *begin* + 1 to *end* have this version: it stays if one is a multiple.
+            # Counted from 1, saves *begin* + 1 to *end* have this version: it stays if one is a multiple of *keeper*.
             stays = not training.has_rules or bool(keeper and end // keeper > begin // keeper)
-            # The last save with this version is *end* - 1; *newest* saves later, it is no longer among the newest.
+            # Save *end*, so counted, is the last of these; *newest* saves later, it is no longer among the newest.
             goes_seconds = (end + newest) * interval_seconds + lingers_seconds
             until_seconds = run_seconds if stays else min(goes_seconds, run_seconds)
             byte_seconds += group.size_bytes * (until_seconds - (begin + 1) * interval_seconds)

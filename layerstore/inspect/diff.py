@@ -168,7 +168,7 @@ class Diff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDiff:
-    """How far apart the masters, or one state of the optimizer, are."""
+    """How far A and B are apart in the masters, or in one state of the optimizer."""
 
     status: StateStatus
     elements: int = 0

@@ -172,7 +172,7 @@ class _Past:
     steps: list[int] = field(default_factory=list)
     """The step of each save so far."""
     held: dict[str, list[_HeldVersion]] = field(default_factory=dict)
-    """By layer, the versions that the policy would have stored; of successive versions of one kind, only the first."""
+    """By layer, the versions that the policy would store; of successive ones that differ only in step, the first."""
 
     def up_to(self, step: int) -> "_Past":
         """Return the past as it was after *step*."""
@@ -182,14 +182,14 @@ class _Past:
         )
 
     def can_inherit(self, layer: str, kind: tuple[bool, int]) -> bool:
-        """Whether, by the rule of `ingest`, a save at which *layer* has the given *kind* can inherit it."""
+        """Whether `ingest` would let a save inherit *layer*; *kind* is its *is_counted* and *shape* at that save."""
         if not self.held.get(layer):
             return False
         held, (is_counted, shape) = self.held[layer][-1], kind
         return held.shape == shape and (held.is_counted or not is_counted)
 
     def hold(self, layer: str, kind: tuple[bool, int], *, since: int) -> None:
-        """Note that *layer* is stored."""
+        """Note that a version of *layer* is stored at step *since*."""
         held = self.held.setdefault(layer, [])
         if not held or (held[-1].is_counted, held[-1].shape) != kind:
             held.append(_HeldVersion(since, *kind))

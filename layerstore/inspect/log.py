@@ -198,7 +198,7 @@ def log_fields(entry: LogEntry) -> dict[str, object]:
 
 
 def names_of_pins(repo: Repository) -> dict[str, list[str]]:
-    """Return the names of all readable pins, by the id of the commit that each pins."""
+    """Return the names of all readable pins, by the id of the pinned commit or of a composite's base."""
     pins: dict[str, list[str]] = {}
     for pin in repo.records.readable_pins():
         pins.setdefault(pin.base, []).append(pin.name)

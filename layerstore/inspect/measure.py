@@ -22,7 +22,7 @@ MASTER = "master"
 """The name of a parameter's own numbers, next to the names of the optimizer's states."""
 
 Place = tuple[Kind, str]
-"""Where numbers are: their kind, and the name of the optimizer state, or empty."""
+"""Where numbers are: their kind, and the name of the optimizer state; empty for other kinds."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def distance_between(
 def tallies_between(
     repo: Repository, a: LayerVersion, b: LayerVersion, progress: Progress
 ) -> dict[tuple[str, str], Tally]:
-    """Measure, by parameter and state, each parameter's masters and optimizer states that both versions have."""
+    """Return, by parameter and state, tallies of the masters and optimizer states that both versions have."""
     ours, theirs = _Side(a), _Side(b)
     tallies: dict[tuple[str, str], Tally] = {}
     all_stretches: list[_Stretch] = []

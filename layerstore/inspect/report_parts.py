@@ -61,7 +61,7 @@ def pins_of(
 
 
 def mixture_fields(base: CommitRecord, layers: Sequence[LayerEntry]) -> list[int] | None:
-    """Return the count of *layers* from other saves, of all, and whether the former are all older; None if unmixed."""
+    """Return [layers from other saves, all *layers*, whether the former are all older] as numbers; None if unmixed."""
     others = others_in(base, layers) if layers else None
     return None if others is None else [others[0], len(layers), others[1]]
 
@@ -86,7 +86,7 @@ def _pin(repo: Repository, pin: Pin, reference: str) -> dict[str, Any]:
 
 
 def _taken(repo: Repository, pin: Pin, layers: list[str], problems: list[str]) -> dict[str, Any]:
-    """Return the layers of *pin*, None if equal to *layers*, and the origin of each."""
+    """Return the layer names of *pin* (None if equal to *layers*), and each layer's origin, version and size."""
     entries = pin.record.layers
     names = [entry.layer for entry in entries]
     indexes: dict[Origin, int] = {}
@@ -119,7 +119,7 @@ def metrics_and_curves(
     repo: Repository, view: RunView, shown: Sequence[Commit], problems: list[str], *, room_bytes: int
 ) -> dict[str, Any]:
     """
-    Return `metrics`, by name for each save *shown*, and if a Trainer logged any, `curves` of about *room_bytes*.
+    Return `metrics`: by name, a value for each save *shown*; and `curves`, of about *room_bytes*, if a Trainer logged.
 
     Losses come first, then the metrics that most saves have. What cannot be read is added to *problems*.
     """

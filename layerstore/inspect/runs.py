@@ -134,7 +134,7 @@ def _newest_of(view: RunView, commits: Collection[CommitId]) -> int | None:
 
 
 def _layers(repo: Repository, commit: Commit, pool: Threads) -> tuple[int, list[str]]:
-    """Return the size of the layers of *commit*, and which of its parts are missing or cut short."""
+    """Return the size of the layers of *commit*, and a problem if layers or rank states are missing or cut short."""
 
     def size_of(entry: LayerEntry) -> tuple[int, bool]:
         try:

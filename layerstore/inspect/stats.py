@@ -29,7 +29,7 @@ from layerstore.storage import Repository, RunView
 from layerstore.units import size
 
 VERSION, STATE, RECORD = "version", "state", "record"
-"""Kinds besides those of layers' objects: version blobs, everything that is not a layer, commit records and pins."""
+"""Kinds besides those of layers' objects: version blobs; rank states with their objects; commit records and pins."""
 
 _KINDS = (*(kind.value for kind in Kind), VERSION, STATE, RECORD)
 
@@ -88,7 +88,7 @@ class Stats:
     unneeded: Unneeded | None = None
     """None for one run: other runs may need objects that this run does not."""
     missing: int = 0
-    """The number of missing objects that are needed; `verify` names them."""
+    """The number of missing objects that are needed; `verify` lists them."""
     left_out: list[str] = field(default_factory=list)
     """What could not be read, and so is not counted."""
 

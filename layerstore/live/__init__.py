@@ -1,5 +1,5 @@
 """
-Saving and resuming a live engine: this room imports DeepSpeed, Transformers and torch, inside functions.
+Saving and resuming a live engine: importing this room imports no DeepSpeed, Transformers or torch; its functions do.
 
 Users call ``attaching.py`` and ``resuming.py``. ``saver/`` saves while training continues, ``engine/`` defines what a
 saver needs from any engine, ``deepspeed/`` and ``module/`` implement it, and ``ranks/`` contains the messages between

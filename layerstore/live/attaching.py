@@ -34,8 +34,8 @@ def attach(
     """
     Return a saver that saves a DeepSpeed ZeRO engine to run *run* of *store*: ``attach(engine, store, run="sft")``.
 
-    ``attach(model, optimizer, store, run="sft")`` saves a module that FSDP2 (``fully_shard``), DDP or a single device
-    trains; pass several optimizers as a list.
+    ``attach(model, optimizer, store, run="sft")`` saves a module that trains under FSDP2 (``fully_shard``), under DDP
+    or on a single device; pass several optimizers as a list.
 
     Every rank calls it. The *options* are the fields of `SaverOptions`, such as ``policy="parity"``. If *store* is a
     path without a store, a store is made, unless *create* is False. If *store* is a list, each save goes to the first
@@ -49,7 +49,7 @@ def attach(
 
     Raises:
         InvalidInput: *engine* is not one of DeepSpeed's, or a module's optimizer is missing; or the ranks do not see
-            the same store.
+            the same store, or have different settings.
         NoStore: There is no store and *create* is False; or only some ranks see the store.
         Conflict: *engine* already has a saver, or the ranks see different commits.
         Unsupported: An engine does not train under ZeRO, or state is kept where it cannot be saved.
@@ -114,8 +114,9 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
 
 
 def _warn_of_exact_saves(options: SaverOptions) -> None:
-    """Warn if *keep* will remove every exact save: the collection itself would report this only afterwards."""
+    """Warn if *keep* will at some point leave no exact save: the collection itself would report it only afterwards."""
     keep, every = options.keep, options.exact_every
+    # With destinations, *keep* does not apply to the last one, so every exact save stays there.
     if options.precision == "exact" or options.places or keep is None or keep.last is None:
         return
     if keep.every is not None or keep.within is not None or keep.best is not None:

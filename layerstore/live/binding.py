@@ -37,7 +37,7 @@ class Binding:
         self.composition, self.is_half_loaded = composition, False
 
     def begin_load(self) -> None:
-        """Record that a load begins: the commit is unknown until the load ends, or for good if it reads no store."""
+        """Record that a load begins: the commit is now unknown, and stays unknown if the load does not read a store."""
         self.composition, self.is_half_loaded = None, False
 
     def fail_load(self) -> None:
@@ -87,7 +87,8 @@ def wait_for_saves(store_id: str, run: str) -> None:
     """
     Return once the saves of *run* that this process is writing are visible or given up. Not collective.
 
-    Only the rank that commits waits.
+    Only the rank that commits waits for that. If each node has its own first level, every rank also waits a while for
+    its saves to leave that level.
 
     Raises:
         Locked: A save is still pending after `LOAD_WAIT_SECONDS`.

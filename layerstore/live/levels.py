@@ -41,7 +41,8 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
     Return the levels of *store*: several if it is a list, otherwise one.
 
     Raises:
-        InvalidInput: A level is not a path or URL, is listed twice or is inside another; or a bucket comes first.
+        InvalidInput: A level is not a path or URL, is listed twice or is inside another; or the first of several levels
+            is a bucket.
     """
     if isinstance(store, Store | str | PathLike):
         return Levels(store)
@@ -84,7 +85,7 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
     """
     Open *levels* on every rank, after bringing *run* in the first level up to date with the others. Collective.
 
-    If no level holds a store, the result's store is None, unless *makes* is True, which creates one.
+    If no level holds a store, one is made if *makes* is True; otherwise, the result's store is None.
     """
     near = Path(str(levels.first))
     firsts = first_ranks(exchange, near) if levels.others else []
@@ -159,10 +160,10 @@ def _take_over(levels: Levels, run: str) -> None:
 
 def _completed(near: Store, mine: RecordRow, behind: str, run: str) -> RecordRow | None:
     """
-    Return the newest commit of *near* that is not lost; its newest commit, *mine*, is incomplete in *near*.
+    Return the newest commit in *near* that is not lost; *mine*, the newest of all, has only some of its objects there.
 
-    The level *behind* may have the rest. Otherwise *mine* is lost: *near* belonged to one of several nodes, and the
-    other nodes are gone. If there is no store at *behind*, *mine* is returned anyway.
+    The level *behind* may have the other objects. If it does not, *mine* is lost: *near* belonged to one of several
+    nodes, and the other nodes are gone. If there is no store at *behind*, *mine* is returned anyway.
     """
     store = store_if_there(behind)
     if store is None:

@@ -17,7 +17,7 @@ class _UnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]  # gen
 
 
 def _show_lines() -> None:
-    """Show a job's few lines by default; a level that the program has already set for this logger stays."""
+    """Show lines from INFO up, of which a job logs few; a level that the program has already set for LOG stays."""
     if LOG.level == logging.NOTSET:
         LOG.setLevel(logging.INFO)
     handler = _UnlessConfigured()

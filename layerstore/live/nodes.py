@@ -62,7 +62,7 @@ def open_nodes(
     Return *store*, now reading from *near* first, and this node's own store *near*.
 
     *store* is the next level, at *behind*. Saves of *run* that are in *near* but not in *store* are sent first.
-    *firsts* lists, by rank, the first rank of its node.
+    *firsts* lists, for each rank, the first rank of that rank's node.
 
     Raises:
         Conflict: *near* holds a different store.
@@ -149,8 +149,8 @@ def forget_unsent(near: Store, store: Store, run: str) -> None:
     """
     Remove the records of *run* that are in *near* but not in *store*.
 
-    Those newer than all commits in *store* can never be sent: a node that had parts of them is gone. The older ones
-    were collected in *store*.
+    Records newer than all commits in *store* can never be sent: a node that had parts of them is gone. The other
+    records were removed from *store* by a collection.
     """
     view, there = near.repo.catalog.find(run), store.repo.catalog.find(run)
     if view is None:
@@ -177,7 +177,7 @@ def has_whole(near: Store, row: RecordRow) -> bool:
 
 def send_objects(near: Repository, repo: Repository) -> None:
     """
-    Copy every object of *near* that *repo* lacks, states last.
+    Copy the objects of *near* that *repo* lacks, except version blobs; copy states last.
 
     Version blobs are left to `send_commits`: they refer to objects of other nodes, which may be gone.
     """

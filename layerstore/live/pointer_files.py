@@ -183,12 +183,12 @@ def checkpoint(
     policy: str | Policy = "latest",
 ) -> str | None:
     """
-    Return a folder for ``resume_from_checkpoint``, with the commit *ref*: ``RUN@STEP``, ``RUN`` or a pin.
+    Return a folder for ``resume_from_checkpoint``, whose pointers lead to commit *ref*: ``RUN@STEP``, ``RUN`` or a pin.
 
     Return None, and log a line, if *ref* is a run without a commit, or *store* a path without a store: so one script
-    serves the first launch and every later one. Every rank calls this. The folder is for the current number of ranks,
-    however many saved the commit. It is *folder*, or a temporary folder that is removed when this process exits.
-    *policy* chooses the version of each layer.
+    serves the first launch and every later one. Every rank calls this. The pointers are for the current number of
+    ranks, however many ranks saved the commit. They are written to *folder*, or to a temporary folder that is removed
+    when this process exits. *policy* chooses the version of each layer.
 
     Raises:
         NotFound: The commit does not exist, or was not saved by a Trainer.
@@ -231,7 +231,7 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
             f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
             hint="fill the engine with layerstore.resume(engine, store, run=…)",
         )
-    # Which trainer and stage will load is unknown now: write pointers for all; the load refuses a mismatch.
+    # It is not known yet which trainer will load, under which stage: write pointers for all; loads refuse a mismatch.
     write_fsdp_pointers(repo.files, target, pointer)
     if not base.is_dcp:
         # A Trainer looks only for folders named global_step….

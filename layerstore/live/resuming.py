@@ -37,7 +37,7 @@ class Resumed:
     step: int
     """The step of the base commit, as the trainer counts."""
     global_steps: int
-    """DeepSpeed's own counters; for a module, *global_steps* is the step and the other two are 0."""
+    """DeepSpeed's own counter, like the next two fields; for a module, this is the step, and the next two are 0."""
     global_samples: int
     skipped_steps: int
     client_state: dict[str, Any]
@@ -70,12 +70,12 @@ def resume(
     saved the commit. ``run="sft~1"`` resumes the attempt before the newest.
 
     Return None, and log a line, at the first launch, when the run has no commit or the path has no store. If *store* is
-    a list, nearest first, the newest step in any of its stores is resumed, and read from the nearest. Every rank calls
-    this. A saver that is attached afterwards continues the newest attempt if the resumed step was its newest;
-    otherwise it opens the next attempt. *policy* chooses the version of each layer, as of *step*; with *exact*, the
-    newest save up to *step* that was kept bit for bit is used instead. If DeepSpeed continues a commit
-    saved by FSDP2, DeepSpeed's own state comes from the commit *like*, by default the newest earlier commit
-    that DeepSpeed saved, with counters advanced.
+    a list, nearest first, the newest step in any of its stores is resumed, and read from the nearest store that has it.
+    Every rank calls this. A saver that is attached afterwards continues the newest attempt if the resumed step was that
+    attempt's newest; otherwise the saver opens the next attempt. *policy* chooses the version of each layer, as of
+    *step*; with *exact*, the newest save up to *step* that was kept bit for bit is used instead. If DeepSpeed continues
+    a commit saved by FSDP2, DeepSpeed's own state comes from the commit *like*, by default the newest earlier commit
+    that DeepSpeed saved; its counters are advanced by the updates since.
 
     Raises:
         NotFound: The step does not exist; or, with *must_exist*, the run has no commit or the path no store.
@@ -142,7 +142,7 @@ def _resumed(trained: Attachable, composite: Composite, loading: Loading) -> Res
 
 def check_run(store: Store | None, run: str) -> None:
     """
-    Make sure that *run* can be the name of a run, in *store* unless that is None.
+    Make sure that *run* can be the name of a run; *store* is None if it does not exist yet.
 
     Raises:
         InvalidInput: *run* is a reference to a step, or not a name at all.
@@ -200,7 +200,7 @@ def _composite(
     try:
         return store.compose(attempt if step == "latest" else f"{attempt}@{step}", policy=policy, exact=exact)
     except NotFound as exc:
-        return exc  # another host may already see the commit
+        return exc  # not raised: another host may already see the commit, so the ranks may look again
 
 
 def _commit_of(composite: Composite | NotFound | None) -> str:

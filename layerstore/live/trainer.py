@@ -28,13 +28,14 @@ from layerstore.store import Store, StrPath, open_store
 
 class LayerstoreCallback(TrainerCallback):
     """
-    Makes a Trainer under DeepSpeed ZeRO or FSDP2 save to a store, and resume from it, on the Trainer's schedule.
+    Makes a Trainer under DeepSpeed ZeRO or FSDP2 save to a store, on the Trainer's schedule, and resume from the store.
 
     Checkpoint folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end``
     and ``resume_from_checkpoint`` work as before. *options* are the options of ``layerstore.attach``, checked at once.
 
-    With *every*, the state is also saved at every multiple of that many steps, without a folder. It is captured at the
-    end of the step, before the Trainer logs and evaluates, so it lacks their results, such as the best metric.
+    With *every*, the state is also saved at each step that is a multiple of *every*, without a folder. This state is
+    captured at the end of the step, before the Trainer logs and evaluates, so it lacks the results of both, such as the
+    best metric.
     """
 
     @checked

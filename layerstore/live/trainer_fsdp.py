@@ -2,7 +2,8 @@
 Saves and loads of Transformers' Trainer under FSDP2; only this module uses internals of the Trainer and Accelerate.
 
 The Trainer's module imports four functions of Accelerate; they are replaced in that module. If a saver is attached to
-the model, a save goes to the store and leaves pointers. Pointers are loaded from the store. Accelerate does the rest.
+the model, a save goes to the store and leaves pointers. A load that finds pointers reads their target from the store.
+Accelerate does all other saves and loads.
 """
 
 import functools
@@ -80,7 +81,7 @@ def _save(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
 
 
 def _save_nothing_more(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
-    """Do nothing: the optimizer was saved with the model."""
+    """Do nothing if a saver is attached, which has saved the optimizer with the model."""
     del accelerator, folder
     return real() if binding_of(model).saver is None else None
 
@@ -101,7 +102,7 @@ def _load_optimizer(real: _Real, accelerator: Any, model: Any, folder: Path) -> 
 
 
 def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimizer: bool) -> Any:
-    """Fill the model or its *optimizer* from the store; without pointers in *folder*, let Accelerate load it."""
+    """Fill the model, or the optimizer if *optimizer*, from the store; without pointers in *folder*, use Accelerate."""
     trained = AttachableModule(model, accelerator._optimizers)
     saver = trained.binding.saver
     if saver is not None:

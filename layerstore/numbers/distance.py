@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# The minimum assumed for a layer's root mean square: initial weights are larger, learned zeros smaller.
+# The least root mean square that is assumed for a layer, so that a layer that began with zeros has a finite movement.
+# It is below that of initial weights.
 _FLOOR = 1e-3
 _NOT_MEASURED = frozenset({"C64", "F8_E4M3", "F8_E5M2"})
 
@@ -63,7 +64,7 @@ class Meter:
 
         first, second = _numbers(a, dtype_a), _numbers(b, dtype_b)
         assert first.size == second.size, "both sides advance together"
-        with np.errstate(over="ignore", invalid="ignore"):  # counted below, and reported
+        with np.errstate(over="ignore", invalid="ignore"):  # non-finite numbers are counted below, and reported
             difference = first - second
             self._aa += weight * (aa := float(first @ first))
             self._bb += weight * (bb := float(second @ second))

@@ -37,7 +37,7 @@ class Drift:
     ] = None
     """
     The bytes that a save may write; None for no limit. A larger layer waits until previous saves have left enough of
-    their budgets, and layers that have moved less wait until it is saved.
+    their budgets, and layers that have moved less wait until that layer is saved.
     """
     stalest: Annotated[int, Setting("no layer older than N saves", metavar="N")] = 10
     """No layer gets older than this many saves, regardless of the budget."""

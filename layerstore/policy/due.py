@@ -2,8 +2,8 @@
 The interface of policies, which decide which layers are due at a save; and ``latest``, under which all layers are due.
 
 At a save, the due layers are written. Over a history of saves, each layer of a composite comes from the newest save
-at which the layer was due. So a composite over full checkpoints has the same versions as ``latest`` over a history
-saved under the policy.
+at which the layer was due. So a composite made under a policy from full checkpoints has the same versions as one made
+under ``latest`` from a history that was saved under that policy.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,7 +25,11 @@ class Save:
     ages: Mapping[str, int]
     """How many saves ago each layer was last written; layers that were never written are absent."""
     movements: Mapping[str, float] = field(default_factory=dict)
-    """How far each layer moved since last saved, relative to its norm; set only at saves if the policy ``measures``."""
+    """
+    How far each layer moved since its last save, relative to its norm.
+
+    Empty unless the policy ``measures`` and this is a save, not a replayed history.
+    """
     weighted_movements: Mapping[str, float] = field(default_factory=dict)
     """Movements with elements weighted by the size of their gradients, relative to the model; see `Movements`."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -74,7 +78,7 @@ class OwnPolicy(Policy, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """Everything, so a composite has its base's own layers; its name is ``full``."""
+    """Every layer is due, so a composite has its base's own layers; the policy's name is ``full``."""
 
     name = "full"
     composed = "each layer as the commit has it"
@@ -140,8 +144,8 @@ def replay_policy(
     Return, for every layer of the base, the position in *history* of the save that it comes from.
 
     *history* is newest first, begins with the base, and is read no further than needed. A save counts as full if no
-    complete save precedes it: none at all, or only saves made before the optimizer's first update. *recorded* returns
-    what this very policy saved at a position, or None if the policy must be asked.
+    save precedes it, or only saves made before the optimizer's first update. *recorded* returns what this very policy
+    saved at a position, or None if the policy must be asked.
     """
     if getattr(policy, "by_number", False):
         return _newest_due(policy, history, recorded)

@@ -26,8 +26,8 @@ class Parity:
         Setting("the half of the base; at ingest, of the first save", default="even"),
     ] = None
     """
-    The half that a composite's base supplies if the base is a full save, or the half of a run's first save; by default
-    the even one. A base that was itself saved by parity supplies the half that it saved.
+    The half that a composite's base supplies if the base is a full save, or the half due at a run's first save; by
+    default the even one. A base that was itself saved by parity supplies the half that it saved.
     """
     _shift: int = 0
     """Added to the save's number; set by ``anchored``."""
@@ -45,7 +45,7 @@ class Parity:
         return {} if self.fresh is None else {"fresh": self.fresh}
 
     def anchored(self, number: int, saved: frozenset[str] | None = None) -> Self:
-        """Return the policy under which save *number* takes the half in *saved* or, if None, the fresh half."""
+        """Return the policy under which save *number* takes the half in *saved*; the fresh half if *saved* is None."""
         fresh = self.fresh or "even"
         if saved is not None:
             halves = Counter((block_index(block) or 0) % 2 for block in anatomy(tuple(saved)).blocks)

@@ -91,7 +91,7 @@ def _checked(policy: object) -> Policy:
 
 
 def _read(name: str, make: object, given: Mapping[str, object]) -> dict[str, object]:
-    """Return *given* with text parsed as the fields say; raise InvalidInput for a setting that *make* lacks."""
+    """Return *given* with text parsed as the fields define; raise InvalidInput for a setting that *make* lacks."""
     ours = {own: settings_of(policy) for own, policy in _BY_NAME.items()}
     unknown = sorted(given.keys() - ours[name].keys()) if name in ours else []
     if unknown:

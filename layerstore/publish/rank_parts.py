@@ -42,7 +42,7 @@ from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointCommit:
-    """One rank's view of a joint commit: each rank writes its share; rank 0, which knows tied weights, joins them."""
+    """One rank's view of a joint commit: each rank writes its share; rank 0, knowing tied weights, joins the shares."""
 
     session: str
     save: int
@@ -293,7 +293,8 @@ def join(
     Raises:
         Conflict: Another job saves the same attempt to the same bucket.
         InheritedLayerLost: A layer to be inherited was collected.
-        GivenUp: A part is gone; or a layer is neither due nor inherited, because the save that stored it was given up.
+        GivenUp: A part or a needed object is gone; or a layer is neither due nor inherited, because the save that
+            stored it was given up.
         LayoutMismatch: The ranks have saved different models.
     """
     for part in parts:

@@ -91,7 +91,7 @@ class Transaction:
         """
         Rely on everything that *parts* (of one save) reference, without checking that it exists.
 
-        Each rank checked that before it wrote its part, and collections keep what a part references.
+        Each rank has checked its objects before writing its part, and collections keep what a part references.
 
         Raises:
             Overtaken: A part is gone.

@@ -57,7 +57,7 @@ eight times the bytes of a small one, and so fit into the timeout of a request. 
 """
 _REMOVED_AT_ONCE = 200
 _RANDOM = random.SystemRandom()
-"""Our own generator: the training program's must draw the same numbers with and without us."""
+"""Our own generator, so that those of the training program draw the same numbers with and without us."""
 
 # Answers of the server, found in the text of obstore's message, after which a retry is pointless.
 _REFUSED = re.compile(
@@ -185,7 +185,7 @@ class Bucket:
         return piece
 
     def _stream(self, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[Any]:
-        # A range that covers the whole object is not sent: some servers ignore it, and answer as if there were none.
+        # For the whole object, send no range: some servers ignore such a range, and answer as if none had been sent.
         stretch = None if is_whole and not start else (start, end)
         try:
             _, pieces = self._client.get(name, stretch)
@@ -289,7 +289,7 @@ class Bucket:
                     raise
             return True
 
-        # In batches, each begun only before *until*: some servers need one request per name, so thousands take long.
+        # In batches, none begun after *until*: some servers need one request per name, so thousands take long.
         batches = (names[at : at + _REMOVED_AT_ONCE] for at in range(0, len(names), _REMOVED_AT_ONCE))
         return all(self._request(f"remove {batch[0]}", partial(once, batch)) is not False for batch in batches)
 

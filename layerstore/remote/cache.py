@@ -45,7 +45,11 @@ def trim(files: Files) -> None:
 
 
 def make_room(files: Files, size_bytes: int) -> None:
-    """Make room for *size_bytes* more. If the limit is exceeded, evict down to three quarters, so scans are rare."""
+    """
+    Make room for *size_bytes* more.
+
+    On the first call, and if the limit would be exceeded, evict down to three quarters of it, so that scans are rare.
+    """
     folder, limit = cache_folder(), cache_bytes()
     with _guard:
         if folder not in _sums or _sums[folder] + size_bytes > limit:

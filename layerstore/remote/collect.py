@@ -1,10 +1,10 @@
 """
 Collect a remote: move records that retention does not keep to the trash, and remove unreferenced objects a day later.
 
-The rule is that of a local store, but ages are by the server's clock, and a grace of a day replaces moving objects
-aside. An object is referenced if a record, a pin, or a record trashed within the grace references it. Records are
-listed before the trash, because records move into the trash; both are listed before anything is moved. Then each folder
-of objects is listed and swept.
+The rule is that of a local store, but ages are measured by the server's clock, and a grace of a day protects objects,
+which are not moved aside. An object is referenced if a record, a pin, or a record trashed within the grace references
+it. Records are listed before the trash, because records move into the trash; both are listed before anything is moved.
+Then each folder of objects is listed and swept.
 What a push relies on stays referenced or young until the push's record exists (docs/internals/durability.md).
 """
 
@@ -76,7 +76,7 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
 
 @contextlib.contextmanager
 def _at_work(bucket: Bucket) -> Iterator[int]:
-    """Yield the server's time; leave marks that show pushes that a collection is running, or has run."""
+    """Yield the server's time; leave marks by which pushes recognize that a collection is running, or has run."""
     name = f"{random.getrandbits(64):016x}"
     try:
         yield bucket.mark(f"{COLLECTIONS_AT_WORK}/{name}")
@@ -93,14 +93,15 @@ def _collected(
     grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
     # With a grace of zero nobody pushes, so records that move to the trash now need not keep any objects.
     old_before_ns = now_ns - int(grace_seconds * 1e9) if grace_seconds else _EVER_NS
-    # After the mark, and before the trash is listed: a record that moves in between is then in at least one listing.
+    # After the mark and before the trash is listed, so that a record that moves to the trash is in one of the listings.
     remote.refresh()
     with concluding("nothing was removed"):
         runs = chosen(Facts(repo, request.keep), request, now_ns)
         fates = [fate for _, fates_of_run in runs for fate in fates_of_run]
         notes = notes_of(repo, runs)
         hidden = [view.rows[commit].name for view, _ in runs for commit in view.hidden if commit in view.rows]
-        moved = [*hidden, *(fate.name for fate in fates if fate.goes)]  # hidden commits before those that hide them
+        # Hidden commits move before the commits that hide them, or they would reappear if this is killed in between.
+        moved = [*hidden, *(fate.name for fate in fates if fate.goes)]
         if remote.stranger_names:
             raise stranger(remote.stranger_names[0], remote=remote.url)
         needs = _named(remote, progress, without=set(moved))
@@ -208,7 +209,7 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
     """
     held, old = Needs(remote.repo, besides=needs), []
     for entry in remote.bucket.listed("trash"):
-        if entry.name.startswith("trash/damaged/"):  # damaged records keep nothing
+        if entry.name.startswith("trash/damaged/"):  # damaged records keep no objects
             old += [entry.name] if entry.modified_ns < old_before_ns else []
             continue
         if not entry.name.startswith("trash/commits"):

@@ -77,6 +77,7 @@ def _profile(environment: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 def _read(path: Path) -> configparser.ConfigParser:
+    # No section supplies defaults for the others, not even a section called DEFAULT.
     parser = configparser.ConfigParser(interpolation=None, default_section="\0")
     try:
         parser.read(path.expanduser(), encoding="utf-8")

@@ -28,7 +28,7 @@ from layerstore.threads import Threads, run_all
 
 # How many objects to prefetch at most.
 _AHEAD_MAX = 2 * REMOTE_REQUESTS_MAX
-# How often other processes may evict an object from a small cache before we have opened it.
+# How often other processes may evict an object from a small cache before we give up opening it.
 _EVICTIONS_MAX = 20
 
 
@@ -237,7 +237,7 @@ class FetchedObjects(ObjectStore):
             yield objects
 
     def start(self, ref: BlobRef) -> "Future[None]":
-        """Begin to verify *ref*."""
+        """Begin to verify *ref*, or to fetch it; return a future for `wait`."""
         self.source.check_process()  # the pool's threads do not exist in a forked child
         self._check_open()
         return self._pool.submit(self._verify_or_fetch, ref)

@@ -203,7 +203,7 @@ class Folder:
         try:
             yield
         except StorageIO as exc:
-            is_ours = Path(exc.filename).is_relative_to(self._root)  # if not, the source of a write cannot be read
+            is_ours = Path(exc.filename).is_relative_to(self._root)  # if not, the bytes to write cannot be read
             if not is_ours or exc.exit_code != StorageIO.exit_code:  # no permission, or a full disk: no retry helps
                 raise
             if exc.errno == errnos.ENOENT:

@@ -26,7 +26,8 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
     """
     Restore a missing or damaged ``store.json`` in *bucket*, if *repo* has all commits of *bucket*.
 
-    Flags that are still readable in the damaged file are kept, so that an older layerstore still does not write to it.
+    Flags that are still readable in the damaged file are kept, so that a layerstore too old to know these flags still
+    refuses to write to the bucket.
 
     Raises:
         IntegrityError: The bucket has a commit that *repo* lacks; or ``store.json`` is damaged, and no commit shows
@@ -56,7 +57,7 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
 
 def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, progress: Progress) -> Repaired:
     """
-    Send everything that *remote* lacks or has damaged, if *repo* has a sound copy; nothing else in *remote* changes.
+    Send what is missing or damaged in *remote*, if *repo* has a sound copy; nothing else in *remote* changes.
 
     A concurrent reader sees either the damaged bytes or the sound ones.
     """
@@ -65,7 +66,7 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
         remote.repo.records.refresh(anew=True)
         verdict = verify_store(remote.repo, read_data=read_data, progress=progress)
         new = replace(verdict, damaged=tuple(damage for damage in verdict.damaged if damage.path not in before))
-        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # without what was sent to no effect
+        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # not what an earlier pass sent in vain
         paths = {fetched.path for fetched in sent}
         left = [damage for damage in verdict.damaged if damage.path not in paths]
         done = replace(

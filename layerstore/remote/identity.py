@@ -102,7 +102,7 @@ class Inventory:
         self._repo = repo
         self._bucket = bucket
         self._entries: dict[str, Listed | None] = {}
-        """By name; None for objects that were looked up and not found. A listing has no entries for missing objects."""
+        """By name; None for objects not found, or assumed missing. A listing has no entries for missing objects."""
         self._looked_up = 0
         self.is_listed = False
         self.nothing_is_lost = False
@@ -122,6 +122,7 @@ class Inventory:
         if self.is_listed or not names:
             return
         self._looked_up += len(names)
+        # The first comparison is cheap; the second counts all objects of this store, and is true only if the first is.
         if self._looked_up > len(OBJECT_FOLDERS) and self._looked_up > self._requests_of_listing:
             self._list()
             return
@@ -132,8 +133,8 @@ class Inventory:
         """
         Look for *refs*, which a push is about to send in this order; if the first few are missing, assume that all are.
 
-        All pushes send in the same order, so a killed push would have sent some of the first. If the assumption is
-        wrong, objects are merely sent again.
+        All pushes send in the same order, so a killed push would have sent some of those first few. If the assumption
+        is wrong, objects are merely sent again.
         """
         new = [ref for ref, name in zip(refs, self._names(refs), strict=True) if name not in self._entries]
         first, others = new[:REMOTE_REQUESTS_MAX], new[REMOTE_REQUESTS_MAX:]
@@ -196,7 +197,7 @@ class SecondCopies:
     The commits of *repo* that its remote *bucket* has with everything that they reference, in full size.
 
     Objects are looked up only when a caller asks for a commit whose record is in the bucket. A commit that another
-    commit in the bucket replaces (without moments, say) does not count: the bucket's next collection removes it.
+    commit in the bucket supersedes (one without moments, say) does not count: the bucket's next collection removes it.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket) -> None:

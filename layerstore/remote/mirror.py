@@ -76,7 +76,7 @@ class Remote:
         )
         """The mirror; saves go to the bucket."""
         self.listed: frozenset[str] = frozenset()
-        """The bucket's records and pins at the last refresh; since then, other processes may have pruned the mirror."""
+        """Names of the bucket's records and pins at the last refresh; the mirror has fewer if others have pruned it."""
         self.refresh()
 
     def __enter__(self) -> "Remote":
@@ -130,7 +130,7 @@ def _write(layout: Layout, files: Files, path: Path, data: bytes, *, modified_ns
 
 
 def is_stranger(entry: Listed) -> bool:
-    """Whether *entry*, from the folders of records, pins or trash, has neither a record's nor a pin's name."""
+    """Whether *entry*, from the folders of records, pins or trash, is neither a record, nor a pin, nor a folder."""
     name = entry.name.removeprefix("trash/")
     return not _is_ours(name) and not _is_folder(name, entry.size_bytes)
 
@@ -155,7 +155,7 @@ class MirroredRecords(RecordStore):
         super().__init__(layout, files, store_id=store_id)
         self._bucket = bucket
         self.stranger_names: list[str] = []
-        """Names in the bucket's folders of records and pins, at the last refresh, that are neither."""
+        """Names in the bucket's folders of records and pins, at the last refresh, that are neither records nor pins."""
 
     def refresh(self, *, run: str | None = None, anew: bool = False) -> frozenset[str]:
         """
@@ -247,7 +247,8 @@ class MirroredRecords(RecordStore):
     def _put(self, path: Path, data: bytes) -> None:
         name = self._layout.name(path)
         self._bucket.write(name, lambda: [data])
-        # The bucket first, then the mirror, with the server's time: a commit's age must not depend on our own clock.
+        # The bucket is written before the mirror, whose copy gets the server's time: a commit's age must not depend on
+        # our own clock.
         entry = self._bucket.look(name)
         self._files.make_directory(path.parent, durable=False)
         modified_ns = time.time_ns() if entry is None else entry.modified_ns
@@ -442,6 +443,7 @@ class BucketTrash(Trash):
                 "ago, and may be removing what that commit needs; nothing was changed",
                 hint="repeat the command when it has ended, or in a few seconds",
             )
+        # The trash now keeps these blobs and their objects for a day, so the block may rely on them.
         self._reliance.note_named(commit.record.blobs)
         yield
         # A collection that has begun since may have listed the records before the block made this record visible. That
@@ -458,7 +460,7 @@ def to_trash(bucket: Bucket, name: str, check: Callable[[], None] = lambda: None
     """
     data = bucket.read(name, size_bytes_max=RECORD_BYTES_MAX)
     if data is None:
-        return False  # another collection has moved it
+        return False  # another process has moved it
     bucket.write(target or f"trash/{name}", lambda: [data])
     check()
     bucket.remove([name])

@@ -102,7 +102,8 @@ def send_to_folder(repo: Repository, path: Path, *, run: str, is_whole: bool = T
     """
     Copy the commits of *run* that are newer than all of its commits in the store at *path*.
 
-    If that store has no commits of *run*, copy all of them or, unless *is_whole*, only the newest.
+    If that store has no commits of *run*, copy all of them or, unless *is_whole*, only the newest. Pins of *run* that
+    the store lacks are copied, too.
 
     Raises:
         Conflict: *path* holds another store.
@@ -158,7 +159,7 @@ def clone(
     After a kill, repeat the call. With *is_partial*, tensors are fetched only when they are needed.
 
     Raises:
-        AlreadyExists: *path* holds another store, or something else.
+        AlreadyExists: *path* holds another store, a clone of the other kind (full or partial), or something else.
     """
     check_elsewhere(remote.url, path)
     identity, files = remote.repo.identity, Files()

@@ -62,11 +62,12 @@ def push(
     progress: Progress,
 ) -> Pushed:
     """
-    Send what *bucket* lacks of *refs*; without *refs*, of all visible commits and pins of *runs*, or of all runs.
+    Send what *bucket* lacks of *refs* or, without *refs*, of all visible commits and pins of *runs*, or of all runs.
 
     Once a commit is reported as sent, the remote has all of it. After a kill, a repeated push sends only the rest.
-    If the remote already has commits or pins, its objects are listed and their sizes compared, and objects that it has
-    lost are sent again. Without *compares*, its commits are assumed complete, and only new commits cost requests.
+    If the remote already has some of the commits, or if there are pins to send, the remote's objects are listed and
+    their sizes compared, and objects that it has lost are sent again. Without *compares*, the remote's commits are
+    assumed complete, and only new commits cost requests.
     A pin that refers to something else in the remote is left unchanged, unless *moves_pins* is set.
     """
     made = claim(bucket, repo.identity)
@@ -86,7 +87,7 @@ def follow(
     progress: Progress,
 ) -> Iterator[Pushed]:
     """
-    Push, then keep pushing new commits until *stop* is set; yield the first result, and later ones that sent something.
+    Push, then keep pushing new commits until *stop* is set; yield the first result, and later ones with something sent.
 
     *refs* is called before each push.
     """
@@ -165,7 +166,7 @@ class _Push:
 
     An object in the bucket is safe if one of this store's records in the bucket references it. A collection may remove
     any other object that is a day old. So we send such an object again once it is half a day old, and list again before
-    a listing is half a day old. During a collection, we check our objects once that has removed what it listed.
+    a listing is half a day old. During a collection, we check our objects once it has removed what it had listed.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket, progress: Progress, *, moves_pins: bool) -> None:
@@ -185,7 +186,7 @@ class _Push:
         self._list_again_at = 0.0
         self._sent: set[ObjectId] = set()
         self._unnamed: dict[ObjectId, BlobRef] = {}
-        """Objects that this push relies on without a record in the bucket: sent since the last listing, or young."""
+        """Objects that this push relies on, sent since the last listing or young; no record in the bucket has them."""
         self.failures: Failures = {}
         """The failures of the last `run`."""
         self._made = False
@@ -256,8 +257,9 @@ class _Push:
     def _incomplete(
         self, names: Iterable[RecordName], *, new: Iterable[CommitRecord]
     ) -> dict[RecordName, CommitRecord]:
-        """Return those of *names*, all in the bucket, that lack an object in it; *new* records are not sent yet."""
+        """Return those of the records *names*, all in the bucket, that reference an object which the bucket lacks."""
         incomplete, needs = {}, Needs(self._repo)
+        # Objects that *new* records need may be missing, since these records are yet to be sent.
         for record in new:
             needs.add_readable(record)
         # Reading the blobs of thousands of commits takes minutes; usually the bucket has all objects of this store.
@@ -309,7 +311,7 @@ class _Push:
         self._list_again_at = hours_on() + REMOTE_GRACE_SECONDS / 2
         self._listed_ns = self._bucket.now_ns()
         self._old_before_ns = self._listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
-        # Records that this push sent do not make objects safe: a collection may have been removing their objects.
+        # Records that this push sent make no objects safe: a collection may already have been removing the objects.
         there = (name for name in pushed_records(self._repo, self._bucket) if name not in self._own)
         self._common = [record for _, record in self._read(there)]
         self._common_blobs = {blob.id for record in self._common for blob in record.blobs}
@@ -410,7 +412,7 @@ class _Push:
                     raise
                 else:
                     self.failures[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
-                self._list_again_at = 0.0  # no record will reference the objects that were already sent for *record*
+                self._list_again_at = 0.0  # list again: no record will keep the objects already sent for *record*
         return done
 
     def _send_objects(self, pool: ThreadPoolExecutor, record: CommitRecord) -> None:
@@ -431,7 +433,7 @@ class _Push:
         self._bytes_sent += len(data)
 
     def _are_there(self) -> bool:
-        """Check the objects of `_unnamed`, once running collections have removed everything that they had listed."""
+        """Whether the objects in `_unnamed` still exist once running collections have removed what they had listed."""
         self._progress.start("objects checked during a collection", len(self._unnamed))
         time.sleep(2 * REMOTE_MOMENT_SECONDS)
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="look") as pool:

@@ -61,7 +61,7 @@ class Reliance:
         self._version_of.update(dict.fromkeys(objects, version))
 
     def note_named(self, blobs: Iterable[BlobRef]) -> None:
-        """Treat *blobs* as referenced by a record until the records are read again, half a day after the last time."""
+        """Treat *blobs* as referenced by a record until the next reading of the records, half a day after the last."""
         with self._guard:
             self._blobs.update(blob.id for blob in blobs)
 
@@ -175,7 +175,8 @@ class BucketWriter(ObjectWriter):
         super().__init__(layout, files, store, **options)
         self._reliance = reliance
         reliance.ask_time()
-        # The time L in docs/internals/durability.md: collections after L matter, and the part must follow within hours.
+        # The time L in docs/internals/durability.md. Only collections that were at work after L can do harm; the part
+        # must be written within `_WINDOW_SECONDS` of L, or everything is first looked up again.
         self._begun = self._looked_at = hours_on()
         self._budget = _MemoryBudget(REMOTE_FLIGHT_BYTES)
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
@@ -229,7 +230,7 @@ class BucketWriter(ObjectWriter):
         yield _MemoryDraft()
 
     def keep(self, draft: Draft, ref: BlobRef) -> bool:
-        """Upload *draft* as *ref* in the background, unless the bucket has it; return False if it was queued before."""
+        """Upload *draft* as *ref* in the background, unless the bucket has it; return whether it was queued now."""
         assert isinstance(draft, _MemoryDraft), "it is a draft of ours"
         return self._upload(ref, draft.data)
 
@@ -296,7 +297,7 @@ class BucketWriter(ObjectWriter):
             self._submit(ref, data)
         self._blobs.clear()
         self._wait()
-        # Look for marks once the objects are uploaded: a collection that begins after that lists these objects, too.
+        # Look for marks once the objects are uploaded: a collection that begins later lists these objects as young.
         self._reliance.ask_time()
         is_collected = collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun))
         if is_collected:
@@ -319,8 +320,9 @@ class BucketWriter(ObjectWriter):
         return [ref for ref, is_there in zip(relied, answers, strict=True) if not is_there]
 
     def look_again(self) -> list[BlobRef]:
-        """Return objects that may have been or may soon be removed, because the process was suspended; usually none."""
-        # A reference from our own record does not count: a collection may have listed the records before ours existed.
+        """Return the objects that may be gone, or may soon be, because this process was suspended; usually none."""
+        # References do not count: the only one may be from our own record, and a collection may have listed the records
+        # before ours existed.
         return [] if self._is_in_time() else self._lost(counts_named=False)
 
     def claimed_elsewhere(self) -> list[BlobRef]:
@@ -351,10 +353,10 @@ class BucketParts(PartStore):
         self._bucket = reliance.bucket
         self._without_retries = reliance.bucket.without_retries()
         """
-        For the end of a save: retries would delay the next save, and often the server has already failed five times.
+        For the end of a save: retries would delay the next save, and often all tries of an earlier request have failed.
 
         A failed request does no harm: nobody joins a leftover part, and `close_session` or a collection removes it. If
-        a rank's failure cannot be written, the other ranks learn of it from the next reports.
+        a rank's failure cannot be written, the other ranks learn of it when ranks next exchange reports.
         """
 
     def open_session(self, session: str) -> None:

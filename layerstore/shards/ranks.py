@@ -297,7 +297,8 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
 
 # -- what does not carry over, in plain sentences ------------------------------------------------------------------
 
-# Keys whose values may differ by rank: some are only in the first rank's file, and its metrics become the commit's.
+# Keys whose values may differ by rank: some are only in the first rank's file, and that rank's metrics become the
+# commit's.
 _OF_THE_RANK = frozenset(
     {"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings", METRICS}
 )
@@ -354,7 +355,7 @@ def gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
 
 
 def notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, world_size: int) -> Iterator[str]:
-    """Note what changes with the number of ranks."""
+    """Yield notes on what changes with the number of ranks."""
     random_states = 0
     odd: dict[str, None] = {}
     expected = _own_values(first)

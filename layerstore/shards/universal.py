@@ -2,7 +2,7 @@
 The format ``universal``: a composite as DeepSpeed's Universal Checkpoint, which any number of ranks loads.
 
 Each parameter has a folder with a file for its master and each of its moments, whole; see ``deepspeed.checkpoint``.
-ZeRO-3 gives all param groups the settings of the first group it finds, so we give it only those that all groups share.
+ZeRO-3 gives all param groups the settings of the first group it finds, so it gets only settings that all groups share.
 """
 
 import time

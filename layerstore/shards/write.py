@@ -207,7 +207,7 @@ def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozen
         else:
             assembly.write((), shared)
     for weights, _ in gathered:
-        # For layers that the base itself saved, the checksums even of derived bytes are known.
+        # Even derived bytes have known checksums, in layers that the base itself saved.
         assembly.check_converted(weights.path, _derived_checks(weights, slices, unchanged=own.__contains__))
 
 
@@ -411,7 +411,7 @@ def _tensor_bytes(tensor: GatheredTensor) -> int:
 def _slice_pieces(
     tensor: GatheredTensor, slices: Slices, *, rank: int, world_size: int, offset: int
 ) -> Iterator[Piece]:
-    """Yield the slices that *rank* supplies: those that begin in its own share, whose objects are still cached."""
+    """Yield the slices that *rank* supplies: those that begin in its own share, as that share's objects are cached."""
     name = tensor.layer_name
     kind = slices.weights_kind(name, tensor.dtype)
     bounds = slices.bounds(kind, name) if tensor.elements else (0,)

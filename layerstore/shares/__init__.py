@@ -20,9 +20,10 @@ Repository = Any
 
 Work = Callable[[Repository, Any], AbstractContextManager[Answer]]
 """
-A module-level function. It takes a repository of the lead's store and one part of the work, and yields the answer.
+A module-level function, since it is pickled by name. It takes a repository of the lead's store and one part of the
+work, and yields the answer.
 
-Its resources are released once the lead sends the next question, or ends.
+The resources behind the answer are released once the lead sends the next question, or ends.
 """
 
 

@@ -35,7 +35,7 @@ _LIVENESS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 180_000),  # how long sent data may stay unacknowledged, in ms
 )
 _PORTS = range(20_000, 32_000)
-"""Below the port range that systems use for outgoing connections."""
+"""The ports to choose from: all below the range that systems use for outgoing connections."""
 
 # Variables with the number of local processes and of all processes; if the two are equal, all processes are on this
 # host. The first pair is Open MPI's, the second that of MPICH and Intel MPI.

@@ -2,7 +2,7 @@
 Gathered weights: the headers of safetensors files that a Trainer writes next to the shards.
 
 Headers are read strictly, and each tensor is matched by name with the parameter or buffer whose bytes it should have.
-An ingest then compares these bytes with the tensor's. docs/adr/0030-safetensors.md explains why we do not use the
+An ingest then compares the bytes of the two. docs/adr/0030-safetensors.md explains why we do not use the
 safetensors package.
 """
 

@@ -1,7 +1,7 @@
 """
 Compact objects: slices are coded as their bytes are read, and decoded at once to measure the loss.
 
-Coding is a single pass: blocks are small, scales follow the codes of their slice, and the reference is read alongside.
+One pass is enough: blocks are small, scales follow the codes of their slice, and the reference is read alongside.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Compact:
 
 
 def _compact(source: ObjectSource, precision: Precision, older: LayerVersion) -> Compact | None:
-    """Return how to keep *source* in *precision*; None to keep it exactly, if nothing can be coded or referred to."""
+    """Return how to keep *source* in *precision*; None if it is kept exactly, as no coding or no reference fits it."""
     codings = {precision.coding(source.kind, part.state, part.dtype) for part in source.slices} - {""}
     if not codings:
         return None
@@ -51,7 +51,7 @@ def _reference(source: ObjectSource, older: LayerVersion) -> StoredObject | None
 
 
 def can_refer(layer: LayerSource, precision: Precision, older: LayerVersion) -> bool:
-    """Whether *layer* can be kept in *precision*: for differences, *older* must have every master they refer to."""
+    """Whether *layer* can be kept in *precision*: if that takes differences, *older* must have all masters for them."""
     return older.cut == layer.cut and all(
         source.kind is not Kind.MASTER or not precision.master or _reference(source, older) for source in layer.objects
     )
@@ -88,11 +88,12 @@ def referable(
     repo: Repository, place: NextCommit, *, shard: int | None, world_size: int
 ) -> tuple[dict[str, LayerVersion], list[str]]:
     """
-    Return the versions that differences can refer to, by layer inherited at *place*, and the layers cut differently.
+    Return which versions inherited at *place* differences can refer to, by layer; and the layers cut differently.
 
     *shard* is the only shard of each layer that this rank writes; None if the rank may write any shard.
 
-    A version is left out if the store has lost any of its objects; results may differ if ranks know only their own.
+    A version is left out if the store has lost any of its objects. If each rank knows only its own objects, different
+    ranks may therefore get different results.
     """
     referred, others = {}, []
     for layer, entry in place.inherited.items():

@@ -38,7 +38,7 @@ from layerstore.zero3 import ObjectSource, SliceSource
 # Keep few files open: a checkpoint of a thousand ranks must not exhaust the descriptors.
 _OPEN_FILES_MAX = 8
 
-# Buffers per call: below any system's limit.
+# Buffers per call of `preadv`: below any system's limit.
 _READ_TOGETHER_MAX = 64
 
 # The tensor's name in an object that holds a file or a storage; such an object has only this tensor.
@@ -114,7 +114,7 @@ class SourceReader(Reader):
         """Fill each buffer with the bytes at its file and offset; adjacent stretches are read in one call."""
         together: list[memoryview] = []
         before, begin, end = None, 0, 0
-        # Almost always, one file has all the stretches, and then all paths are the same object.
+        # Almost always, one file has all the stretches: so sort by offset alone, and compare paths by identity.
         for path, offset, buffer in sorted(places, key=itemgetter(1)):
             if before is not None and (offset != end or path is not before or len(together) == _READ_TOGETHER_MAX):
                 self._file(before).read_each(together, begin)

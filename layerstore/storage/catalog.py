@@ -72,7 +72,7 @@ class RunView:
 
     @property
     def newest(self) -> RecordRow | None:
-        """The last of the visible commits."""
+        """The last visible commit, in the order of attempts and steps."""
         return self.visible[-1] if self.visible else None
 
     def newer_than(self, row: RecordRow | None) -> list[RecordRow]:
@@ -124,9 +124,10 @@ class RunView:
         With *step*, the history begins at that step or below. If a step has two commits, both are yielded. The iterator
         is lazy, so a caller may stop at any point.
         """
-        # No reversed copies: most callers take one commit of 10,000.
+        # Indexed backwards, without reversed copies of the lists: most callers take only one of 10,000 commits.
         segments = [map(rows.__getitem__, range(end - 1, -1, -1)) for rows, end in self._segments(attempt, step)]
-        # Merge, not chain: usually one segment ends before the next begins, but an attempt may save below its own fork.
+        # Merged, not chained: usually one segment ends before the next begins, but an attempt may save below its own
+        # fork.
         return heapq.merge(*segments, key=_IN_HISTORY, reverse=True)
 
     def number_at(self, attempt: int, step: int, *, default: RecordRow) -> int:
@@ -145,7 +146,7 @@ class RunView:
         """
         Return the visible commits of *attempt* and of each of its ancestors.
 
-        Each list comes with the number of its commits that are after neither *step* nor the fork.
+        Each list comes with a number: how many of its commits come neither after *step* nor after the fork.
         """
         segments = []
         below: int | None = step
@@ -261,7 +262,7 @@ class Catalog:
         return known.stamp is not None and known.stamp == self._records.stamp(run)
 
     def _compared(self, run: str, before: _Known | None) -> _Known:
-        """Compare the names in the folder of *run* with the known rows."""
+        """Return *run* as it is now: the known rows, without those of removed records, and rows of the new records."""
         # Read the index before listing: a commit published in between then merely looks unindexed.
         rows = self.indexed(run) if before is None else before.rows
         # Take the stamp before listing: if the folder changes in between, the stamp differs and the folder is relisted.
@@ -381,7 +382,7 @@ class Catalog:
             self._with_index(lambda index: index.drop(gone))
 
     def indexed(self, run: str, names: Collection[RecordName] | None = None) -> dict[str, RecordRow]:
-        """Return the index's rows of *run*, or of its records *names*, unchecked, by record file name."""
+        """Return the rows of *run* or of its records *names*, by file name; they are not compared with the records."""
         return self._with_index(lambda index: index.rows(run, names)) or {}
 
     def rebuild(self) -> int:
@@ -428,7 +429,7 @@ class Catalog:
         warnings.warn(f"{problem}; {outcome}; no record is lost by it", IndexNotice, stacklevel=2)
 
     def _drop(self) -> bool:
-        """Remove the index if possible; a process that has it open can keep using it."""
+        """Remove the index; return whether that succeeded. A process that has the index open can keep using it."""
         # Rename first, so that other processes find either the whole index or none.
         aside = self._directory.with_name(f"{self._directory.name}.old-{secrets.token_hex(4)}")
         try:
@@ -450,7 +451,7 @@ def hint_at_dropped(run: str) -> str:
 def _errno_of(problem: IndexUnusable) -> int | None:
     cause = problem.__cause__
     while cause is not None:
-        # LMDB's errors have `code`.
+        # LMDB's errors have `code` instead of `errno`.
         number: int | None = getattr(cause, "errno", None) or getattr(cause, "code", None)
         if number is not None:
             return number

@@ -85,7 +85,7 @@ def lost_identity(path: Path, sign: str) -> IntegrityError:
 
 
 def stated_ids(layout: Layout, files: Files, *, limit: int | None = None) -> Counter[str]:
-    """Count the store ids in readable records and pins."""
+    """Count how often each store id appears in the readable records and pins, or in the first *limit* of them."""
     folders = [*(layout.commits / run for run in files.names_in_folder(layout.commits)), layout.pins]
     paths = (folder / name for folder in folders for name in files.names_in_folder(folder))
     stated = (store_id for path in paths if (store_id := _stated(files, path)) is not None)
@@ -167,7 +167,7 @@ class RecordStore:
 
     def listing(self, run: str) -> list[str]:
         """
-        Return everything in the folder of *run*, records or not, unsorted; empty if there is no such folder.
+        Return the names of everything in the folder of *run*, records or not, unsorted; empty if there is no folder.
 
         Raises:
             IntegrityError: The folder of all runs is missing: "no records" would be a wrong answer.
@@ -196,7 +196,7 @@ class RecordStore:
         yield from self.listed_in(self._layout.commits)
 
     def listed_in(self, runs: Path) -> Iterator[RecordName | Path]:
-        """Do as `listed` for the folder *runs*, whose subfolders hold records; yield nothing if *runs* is missing."""
+        """Yield what `listed` yields, but for *runs*, a folder like ``commits/``; nothing if *runs* is missing."""
         for run in self._files.names_there(runs):
             folder = runs / run
             if is_name(run) and self._files.is_directory(folder):
@@ -235,9 +235,10 @@ class RecordStore:
         """Return the bytes of the record *name*, unchecked."""
         path = self._path(name)
         data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
+        # On a network filesystem, a record that its folder lists may itself become visible late.
         for is_listed in self._files.again(path) if data is None and self.is_listed(name) else ():
             data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
-            if data is not None or not is_listed:  # no longer listed: it was removed, rather than late
+            if data is not None or not is_listed:  # no longer listed: the record was removed
                 break
         if data is None:
             raise IntegrityError(f"{self._layout.name(path)} is gone", path=str(path))
@@ -247,7 +248,7 @@ class RecordStore:
         return self._layout.record(name.run, name.step, name.id)
 
     def is_there(self, name: RecordName) -> bool:
-        """Whether this host sees a file at the path of the record *name*; see `is_listed`."""
+        """Whether this host sees a file at the path of the record *name*, which may be out of date; see `is_listed`."""
         return self._files.exists(self._path(name))
 
     def is_listed(self, name: RecordName) -> bool:
@@ -285,8 +286,8 @@ class RecordStore:
 
         Only `layerstore.publish` calls this.
 
-        Everything that it needs must be durable already. Once this returns, a power cut cannot lose the commit. If the
-        last fsync fails, the record stays: it is complete, but unconfirmed.
+        Everything that *commit* needs must be durable already. Once this returns, a power cut cannot lose the commit.
+        If the last fsync fails, the record stays: it is complete, but its durability is not confirmed.
 
         Raises:
             Unsupported: The store was migrated since it was opened. If that happened just now, the migration may have

@@ -12,9 +12,9 @@ Entries (docs/reference/format.md, section 7):
 Anything that follows from rows (their order, what is hidden, which attempts exist) is derived on demand and never
 stored, so the index cannot contradict itself.
 
-Only this module uses lmdb. A file must not be opened twice in a process, nor used across a fork; LMDB would wait
-forever for another writer; and LMDB trusts the files that it maps, so ``lmdb_file.py`` checks them first. On network
-filesystems, mapped files differ between nodes, so the index of such a store is on a local disk (``repository.py``).
+Only this module uses lmdb, which has traps: a file must not be opened twice in a process, nor used across a fork; LMDB
+waits forever for another writer; and it trusts the files that it maps, so ``lmdb_file.py`` checks them first. On a
+network filesystem, mapped files differ between nodes, so such a store's index is on a local disk (``repository.py``).
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _RUN = b"run/"
 _STEP = b"step/"
 # Big-endian: LMDB compares keys byte by byte, and a run's rows must be in the order of steps.
 _ROW_KEY = struct.Struct(f">{len(_STEP)}s{DIGEST_BYTES}sQ{DIGEST_BYTES}s")
-# Attempt, save number, digest of the model (layers' names and lineage), count of superseded commits.
+# Attempt, save number, the DIGEST of the entry with layer names and lineage, count of superseded commits.
 _ROW_HEAD = struct.Struct(f">QQ{DIGEST_BYTES}sI")
 # LMDB itself would wait forever for another writer, even a suspended one.
 _WRITER_DEADLINE_SECONDS = 10.0
@@ -311,7 +311,7 @@ class Index:
             self._change_once(work)
 
     def _change_once(self, work: Callable[[Any], object]) -> None:
-        # If a writer is stuck, the others make a new index.
+        # If another writer is stuck, this fails after the deadline, and the catalog makes a new index.
         turn = lock(self._directory / "writer.lock", what="the index", deadline_seconds=_WRITER_DEADLINE_SECONDS)
         try:
             with turn, self._transaction(write=True) as transaction:
@@ -407,7 +407,7 @@ def engine_version() -> str:
 
 
 def index_problem(folder: Path) -> str | None:
-    """Try to make, write and read an index in *folder*; return what fails; None if nothing does."""
+    """Try to make, write and read an index in *folder*; return the problem, or None if all of that works."""
     try:
         for _ in range(2):  # the first makes an index with a header, the second reads it
             Index(folder / "index", store_id="a trial").close()

@@ -206,7 +206,7 @@ class _Check:
                 raise _Unsound(f"a key on page {page} reaches outside of it")
             key = self._data[at + _NODE.size : at + _NODE.size + key_bytes]
             if is_free and sys.byteorder == "little":
-                key = key[::-1]  # an integer in native byte order
+                key = key[::-1]  # a native integer: with its bytes reversed, it compares as the number does
             nodes.append((at, low | high << 16, flags, key))
         return nodes
 

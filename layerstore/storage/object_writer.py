@@ -98,7 +98,7 @@ class ObjectWriter:
 
     def reuse(self, ref: BlobRef) -> bool:
         """
-        Claim *ref* if the store already has it.
+        Claim *ref* if the store already has it; return whether it does.
 
         A writer touches first, then looks; a collection renames first, then looks. So one of the two sees the other.
         """
@@ -119,9 +119,9 @@ class ObjectWriter:
 
     def spares_writing(self, ref: BlobRef) -> bool:
         """
-        Claim *ref* if the store already has it; if not, the caller must write its bytes.
+        Claim *ref* if the store already has it; return whether it does. If not, the caller must write its bytes.
 
-        With *reads_reused*, this reads the object once: if damaged, it must be rewritten.
+        With *reads_reused*, the object is also read, once; a damaged object counts as absent, so that it is rewritten.
         """
         if not self.reads_reused:
             return self.reuse(ref)
@@ -162,8 +162,8 @@ class ObjectWriter:
         """
         Claim everything that the version or state blob *ref* refers to, for a record that inherits *ref*.
 
-        A collection keeps the objects of a young blob. Return False if the blob is not in ``objects/``: a collection
-        may be removing its objects, so each must be reused separately.
+        Touching the blob is enough, because a collection keeps the objects of a young blob. Return False if the blob is
+        not in ``objects/``: a collection may be removing its objects, so each of them must be reused separately.
         """
         home = self._layout.object(ref.id)
         # Touch first, then look, as in `reuse`.
@@ -174,7 +174,7 @@ class ObjectWriter:
         return True
 
     def unclaimed(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
-        """Claim *refs*; return those that are gone."""
+        """Claim *refs*; return those that cannot be claimed."""
         return [ref for ref in refs if not self.claim(ref)]
 
     def put_back(self, ref: BlobRef) -> bool:
@@ -199,7 +199,7 @@ class ObjectWriter:
 
     def stage(self, ref: BlobRef, chunks: Iterable[Bytes]) -> None:
         """
-        Write and sync the bytes of *ref* that *chunks* yields.
+        Write and sync the object *ref*, whose bytes *chunks* yields.
 
         Raises:
             IntegrityError: *chunks* do not match *ref*: they changed since they were hashed.
@@ -340,10 +340,10 @@ class ObjectWriter:
 
     def look_again(self) -> list[BlobRef]:
         """
-        Return the objects that are gone after all, linking back those that lie aside.
+        Link back the objects that lie aside; return those that are gone after all.
 
-        Call this once the record that needs them is visible: from then on no collection takes them. For claimed blobs,
-        see `claimed_elsewhere`.
+        Call this once the record that needs the objects is visible: from then on, no collection takes any of them. For
+        claimed blobs, see `claimed_elsewhere`.
         """
         lost = [ref for ref in self._found if not self.put_back(ref)]
         for ref, path in self._staged.values():

@@ -1,7 +1,7 @@
 """
 Content-addressed object files: (id, bytes) <-> a durable file.
 
-May not import lmdb, decide what is garbage, or know what a tensor is.
+This module may not import lmdb, decide what is garbage, or know what a tensor is.
 Layout and write order: docs/reference/format.md, sections 3 and 6.
 """
 
@@ -120,8 +120,8 @@ class ObjectStore:
         """
         Return the path of *ref*, which ought to exist; None if it is missing.
 
-        A collection may have moved it aside for a moment, so this looks aside too. An object written by another host
-        may become visible late, so this waits for the object.
+        A collection may have moved the object to ``gc/aside/`` for a moment, so this looks in that folder too. A file
+        that another host has written may become visible late, so this waits for it.
 
         Raises:
             IntegrityError: The object's file has the wrong size.
@@ -148,7 +148,7 @@ class ObjectStore:
         return None
 
     def look_anew(self) -> None:
-        """Prepare for many calls of `check_there`: a bucket is listed once for all of them."""
+        """Prepare for many calls of `check_there`: a local store does nothing, a remote forgets its older listings."""
 
     def check_there(self, ref: BlobRef) -> None:
         """Raise IntegrityError unless *ref* is in ``objects/`` or aside, with its full size."""
@@ -222,7 +222,7 @@ class ObjectStore:
             check_hash(ref, hashed(file))
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
-        """Verify the needed *stretches* of some objects, several at a time; return the fully verified objects."""
+        """Verify at least *stretches* of objects, several objects at a time; return the objects verified as a whole."""
         with Threads(WORKERS_MAX, thread_name_prefix="verify") as pool:
             for _ in pool.map(self.verify, stretches):
                 pass  # raises if one is damaged
@@ -233,7 +233,7 @@ class ObjectStore:
         return self.is_whole(path, ref.id) and self._files.size(path) == ref.size_bytes
 
     def is_whole(self, path: Path, object_id: ObjectId) -> bool:
-        """Whether *path* is a file whose bytes, of any size, match the name *object_id*; reads the file."""
+        """Whether *path* is a file whose bytes, however many, hash to *object_id*; reads the file."""
         try:
             with self._files.open(path) as file:
                 return hashed(file).id() == object_id

@@ -65,7 +65,8 @@ class PartStore:
         if not self.has_session(part.session):
             self.open_session(part.session)  # a collection removed the idle folder
         with self._files.temporary(self._layout.tmp, seal_part(part, store_id=self._store_id)) as source:
-            # If the target exists, it is an identical part: the rank is repeating its own work.
+            # If the target exists, it stays: the rank repeats its own work, so the parts are identical; or it reports a
+            # failure, which must not replace its share.
             self._files.link_exclusive(source, target)
         self._files.sync_directory(target.parent)
 
@@ -152,7 +153,7 @@ class PartStore:
         """
         Remove the folder of *session* if it is empty, or if the session *is_over*: all ranks have finished writing.
 
-        Until then, a rank may still publish its part of a save that was already given up.
+        Until the session is over, a rank may still publish its part of a save that was already given up.
         """
         folder = self._layout.parts / session
         try:

@@ -62,7 +62,7 @@ class Repository:
     shares: Shares = ALONE
     """The processes that share the work in this repository."""
     coded: dict[BlobRef, CodedObject] = field(default_factory=dict)
-    """The coded objects of versions whose objects may be read."""
+    """The coded objects of the versions that `version_of` has read; `open_object` decodes them."""
     own_versions: Mapping[BlobRef, OwnVersion] = field(default_factory=dict)
     """Versions that another rank has read for this one, cut down to what this rank needs."""
     closed: Event = field(default_factory=Event)
@@ -193,9 +193,9 @@ class Repository:
 
     def rewrite(self, path: Path, change: Callable[[], bytes | None]) -> None:
         """
-        Replace the file *path* in the store's root by what *change* returns; if None, leave the file as it is.
+        Replace the file *path* in the store's root by what *change* returns; if that is None, leave the file as it is.
 
-        *change* reads the file under a lock, so that no process overwrites another's change.
+        *change* is called under the file's lock and reads the file itself, so no process overwrites another's change.
 
         Raises:
             Locked: Another process did not finish in time.
@@ -221,7 +221,7 @@ class Repository:
 
     def prepare_writing(self) -> None:
         """
-        Make the folders that a copy of the store may lack because they were empty.
+        Make sure that the store can be written, and make the folders that a copy may lack because they were empty.
 
         Raises:
             IntegrityError: A folder has become a link to elsewhere since the store was opened.

@@ -2,12 +2,12 @@
 Where files wait before removal: users can restore from ``trash/``; in ``gc/aside/``, a collection checks again.
 
 ``trash/`` holds what users dropped or replaced and what repairs moved away: dropped records at
-``trash/commits/RUN/STEP.ID``, damaged files at ``trash/damaged/`` under their old paths. One rename undoes either. A
-file's mtime is the time when it was moved to the trash; collections remove old files by this time.
+``trash/commits/RUN/STEP.ID``, damaged files at ``trash/damaged/`` under their old paths. One rename undoes either move.
+A file's mtime is the time when it was moved to the trash; collections remove old files by this time.
 
 ``gc/aside/`` holds objects: a collection moves an object there, checks it once more, and only then unlinks it.
 In between, readers find the object there and writers link it back, so a collection needs no lock against either
-(docs/internals/durability.md). Nothing here decides what is garbage.
+(docs/internals/durability.md). This module does not decide what is garbage.
 """
 
 import contextlib

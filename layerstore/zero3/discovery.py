@@ -99,7 +99,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         if inner.is_symlink() and not follow:
             raise linked(inner)
     names = list_folder(folder / tag)
-    # Before `_pair_up`, which would report every ZeRO file missing in another program's folder.
+    # Before `_pair_up`, which would report that another program's folder lacks every ZeRO file.
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
     _refuse_unfinished(folder)
@@ -312,7 +312,7 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
         _refuse_missing(folder, [f"{MODEL_STATES}, or zero_pp_rank_*_{MODEL_STATES} of all ranks,"])
     halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in by_kind if rank not in by_kind[kind]]
     what = "optim_states" if is_whole else "both files"
-    # Only gaps between the ranks found: their files, which state the number of ranks, are read later (see `agreed`).
+    # Only gaps between found ranks show here: how many ranks there were is read from the files later (see `agreed`).
     gaps = [f"{what} of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
     _refuse_missing(folder, halves + gaps)
     if len({path.name.startswith("bf16_") for path in by_kind["optim"].values()}) > 1:

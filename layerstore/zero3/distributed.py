@@ -63,7 +63,7 @@ def _is_half(path: Path) -> bool:
 
 
 def _halves(path: Path) -> list[Path]:
-    """Return the model's and the optimizer's folder in *path*, or one of them; empty if *path* holds several saves."""
+    """Return the model's and the optimizer's folder in *path*, or the only one; empty if *path* holds several saves."""
     halves = [path / name for name in list_folder(path) if _is_half(path / name)]
     names = [match.groups() for half in halves if (match := _HALF.fullmatch(half.name))]
     is_one_save = len({end for _, end in names}) == 1 and len({what for what, _ in names}) == len(halves)

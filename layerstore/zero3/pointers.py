@@ -53,7 +53,8 @@ def pointer_bytes(pointer: Pointer, path: Path) -> bytes:
         f"{name} is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
         f"Attach a saver before loading it, or write it out with: {pointer.command}"
     )
-    # No device has this name, so loading fails. No other error of torch reads the same with and without weights_only.
+    # No device has this name, so loading fails, with the name in its message. No other error of torch has the same
+    # message with and without weights_only.
     tree: dict[Tree, Tree] = {
         _KEY: dict(asdict(pointer).items()),
         _WORDS: Inert(name="torch.device", arguments=(words,)),

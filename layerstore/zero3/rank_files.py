@@ -120,9 +120,9 @@ class RankSource:
     @cached_property
     def weights(self) -> dict[str, TreeView]:
         """
-        The whole weights in the model's file, by name; of names for one memory, only a trained one, or else the first.
+        The whole weights in the model's file, by name; of names that share memory, a trained one or else the first.
 
-        Such names are recognized by the elements that they view: only the first rank's file records them.
+        Names share memory if their tensors begin at the same element: only the first rank's file records which do.
         """
         weights_by_place: dict[object, tuple[str, TreeView]] = {}
         for name, weights in self._of_module():
@@ -210,7 +210,7 @@ def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSo
 
 
 def check_saved_as_named(ranks: list[RankSource]) -> None:
-    """Raise if a file was renamed to another file's name, which only the folder inside its archive shows."""
+    """Raise if a file was renamed to another file's name; only the folder inside its archive has the old name."""
     for file in (file for rank in ranks for file in (rank.model_file, rank.optimizer_file)):
         if SHARD_STEM.fullmatch(file.root) and file.root != file.path.stem:
             raise LayoutMismatch(
@@ -407,7 +407,7 @@ def _check_addresses(rank: RankSource) -> None:
     """
     Under stages 1 and 2, raise unless the fragments are at the addresses that the file records.
 
-    With round_robin_gradients, nothing is checked: DeepSpeed then records the addresses that hold without this setting.
+    With round_robin_gradients, nothing is checked: DeepSpeed then records the addresses of a save without this setting.
     """
     mappings = rank.optimizer["optimizer_state_dict"].get("param_slice_mappings")
     if mappings is None or is_dealt(rank.model, rank.optimizer["optimizer_state_dict"]):

@@ -110,7 +110,7 @@ class Checkpoint:
     layer_pattern: str | None
     """The rule that names layers, if it is not the built-in one."""
     flags: tuple[str, ...] = ()
-    """Features of its commit that a reader must know."""
+    """Features of its commit that a reader must support."""
     is_doubted: bool = False
     """Whether the update counts of engine and optimizer differ; if so, the files may come from two saves."""
 
@@ -184,7 +184,11 @@ def read_checkpoint(
 
 
 def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
-    """Yield a note if optimizer and engine count differently: no error, as an optimizer can be newer, or begin anew."""
+    """
+    Yield a note if the optimizer and the engine have counted different numbers of updates.
+
+    That is no error, because an optimizer can be newer than the engine's counter, or begin anew.
+    """
     updates = rank.model["global_steps"].integer() - rank.model["skipped_steps"].integer()
     counted = sorted({step for step in steps if step is not None})
     # DeepSpeed up to 0.13.1 made an empty first update of its own.

@@ -1,4 +1,4 @@
-// Two saves of the run, compared by what the store has of them.
+// Two saves of the run, compared by the versions of their layers.
 
 const NONE = -1;
 
@@ -11,7 +11,7 @@ function compareWith(column) {
   follow();
 }
 
-// How a layer of two saves differs, what it takes in each, and how far it moved between them if that was recorded.
+// For each layer: whether two saves have the same version, its size in each, and, if recorded, how far it moved.
 function differences(a, b) {
   const [left, right] = [sizesAt(a), sizesAt(b)];
   return run().layers.map((name, layer) => {
@@ -22,7 +22,7 @@ function differences(a, b) {
   });
 }
 
-// A save records how far a layer moved since its last version: that is from `a` if the save before still has `a`'s.
+// A save records how far a layer moved since its last version: the version in `a` if the save before `b` has it, too.
 function movedBetween(a, b, layer) {
   const follows = b > 0 && saves().attempt[b - 1] === saves().attempt[b] && saves().save_number[b - 1] + 1 === saves().save_number[b];
   return follows && digits(run().versions[a], layer) === digits(run().versions[b - 1], layer) ? moved(b, layer) : "";

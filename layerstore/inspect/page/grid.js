@@ -8,7 +8,7 @@ function measure() {
   const attempts = saves().attempt;
   const breaks = attempts.filter((each, index) => index && each !== attempts[index - 1]).length;
   const gap = breaks > 30 ? 2 : 8;
-  // Beside the last column there is place for half of its label.
+  // Leave room beside the last column for half of its label.
   const room = width - labels - 24 - breaks * gap;
   let cell = Math.max(2.25, room / Math.max(1, count()));
   if (cell > 5) cell = Math.floor(cell * 2) / 2;
@@ -36,7 +36,7 @@ function ticks(svg, y) {
   const stride = [1, 2, 5, 10, 20, 25, 50, 100, 200].find((each) => each * grid.cell >= widest) ?? 400;
   let last = -Infinity;
   for (let column = 0; column < count(); column += 1) {
-    // In step with the saves of each attempt, so that labels do not jump about.
+    // Label the first column and every stride-th one, so that labels do not jump about.
     if ((column + 1) % stride && !(column === 0 && stride > 1)) continue;
     if (middle(column) < last + widest) continue;
     last = middle(column);

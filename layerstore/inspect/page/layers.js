@@ -1,6 +1,6 @@
 // Pictures with a row for each layer: ages and drift.
 
-// The older, the thinner: colour is not needed to tell.
+// The older a layer, the thinner its stroke, so that ages can be told apart without colour.
 const AGES = [
   { upto: 0, name: "saved at this step", height: 1, style: "c0" },
   { upto: 1, name: "1 save old", height: 0.6, style: "c1" },
@@ -52,7 +52,7 @@ function cells(svg, top, height, classOf) {
     let from = 0;
     for (let column = 1; column <= count(); column += 1) {
       const kind = classOf(from, layer);
-      // Neighbours of one age are one stroke; what was saved at its own step stands alone.
+      // Neighbouring cells of the same age form one stroke; a cell whose layer was saved at its step stands alone.
       const goesOn = column < count() && kind !== null && kind.height < 1 && !kind.dashed &&
         classOf(column, layer) === kind && saves().attempt[column] === saves().attempt[from];
       if (goesOn) continue;

@@ -1,8 +1,9 @@
-// A link to what was picked, in the page's fragment, and buttons that copy. The fragment is only compared, never inserted into the page.
+// A link to what was picked, in the page's fragment, and buttons that copy.
+// The fragment is compared with names in the facts; a note quotes it as text, never as markup.
 
 const isUnique = (of, column) => of.saves.step.filter((step) => step === of.saves.step[column]).length === 1;
 
-// The fragment that means what is picked now.
+// The fragment that refers to what is picked now.
 function fragment() {
   const found = new URLSearchParams();
   const pin = facts.pins[state.pin];
@@ -18,13 +19,13 @@ function fragment() {
   return found.toString();
 }
 
-// Let the address follow what was picked, without a step back for each of them.
+// Put what is picked into the page's address, without an entry in the browser's history.
 function follow() {
   history.replaceState(null, "", `#${fragment()}`);
   show("link-note", false);
 }
 
-// The column of a step that a link names, or the nearest before; the newest attempt unless one is named.
+// The column of a link's step, or of the nearest step before it; without an attempt in the link, the last such column.
 function columnNamed(of, step, attempt) {
   let best = -1;
   of.saves.step.forEach((each, column) => {
@@ -36,7 +37,7 @@ function columnNamed(of, step, attempt) {
 
 const numberIn = (text) => (/^\d{1,15}$/.test(text ?? "") ? Number(text) : null);
 
-// Pick what the page's fragment names; return whether it names anything.
+// Pick what the page's fragment refers to; return whether it refers to anything.
 function honour() {
   const asked = new URLSearchParams(location.hash.slice(1));
   const notes = [];
@@ -89,7 +90,7 @@ async function copy(text, button) {
   $("live").textContent = isCopied ? "Copied" : "Not copied";
 }
 
-// Some browsers keep the clipboard from a page that is a file: there a selection is copied, as by hand.
+// Some browsers do not let a page from a file use the clipboard. Then copy a selection, as a user would by hand.
 async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);

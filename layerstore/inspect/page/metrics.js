@@ -24,7 +24,7 @@ function drawMetrics() {
   const label = s("text", { class: "strong", x: grid.labels - 8, y: (top + base) / 2 + 4, "text-anchor": "end" });
   label.append(short(state.metric, grid.labels - 12), s("title", {}, shown(state.metric)));
   if (high !== low) svg.append(label);
-  // A line goes through neighbours of one attempt; where nothing was measured it ends.
+  // The line connects neighbouring saves of one attempt, and breaks where nothing was measured.
   const line = curve.length ? logged(curve, y) : values.map((value, column) => {
     if (value === null) return "";
     const goesOn = column && values[column - 1] !== null && saves().attempt[column] === saves().attempt[column - 1];
@@ -36,7 +36,7 @@ function drawMetrics() {
   svg.append(s("path", { class: "point", d: dots.join("") }));
 }
 
-// What a Trainer logged stands between the columns of the saves before and after it, those of its own attempt.
+// What a Trainer logged is drawn between the columns of the saves before and after it in the same attempt.
 function logged(curve, y) {
   const steps = saves().step, attempts = saves().attempt;
   let column = 0;

@@ -61,7 +61,7 @@ function drawSaves() {
 
 const PICTURES = ["metric", "heat", "storage", "added", "drift", "timing", "retention"];
 
-// What the composites, or the storage, can be shown by.
+// The policies by which the composites or the storage can be shown.
 const policies = () => [...new Set([...Object.keys(run().composites), ...Object.keys(run().what_if)])];
 
 function drawRun() {
@@ -139,7 +139,7 @@ function begin() {
     });
   }
   $("heat").addEventListener("keydown", key);
-  // Not at each repetition of a key that is held: browsers allow an address to change only so often.
+  // Once the key is released, not at each repetition while it is held: browsers limit how often an address may change.
   $("heat").addEventListener("keyup", (event) => { if (moveBy(event)) follow(); });
   const chosen = (id, act) => $(id).addEventListener("change", () => { act($(id).value); follow(); });
   chosen("run", (index) => choose(Number(index)));
@@ -147,7 +147,7 @@ function begin() {
   chosen("compare", (column) => compareWith(Number(column)));
   $("metric-name").addEventListener("change", () => { state.metric = $("metric-name").value; drawMetrics(); mark(); });
   $("copy-link").addEventListener("click", () => copy(`${document.URL.split("#")[0]}#${fragment()}`, $("copy-link")));
-  // A retry or a test of one save is not what somebody comes for; of equal runs the one that was saved last is.
+  // Begin with the run of the most commits, not with a retry or a test of one save; of equals, with the last saved.
   const order = [(each) => Math.min(1, each.saves.step.length), (each) => each.commits, (each) => each.last_time ?? ""];
   const before = (one, other) => order.reduce((found, of) => found || (of(other) > of(one)) - (of(other) < of(one)), 0);
   choose(facts.runs.indexOf([...facts.runs].sort(before)[0]));

@@ -2,7 +2,7 @@
 
 const fateText = (fate) => (fate === null ? "" : `${FATES[fate[0]].name}: ${fate[1]}${fate[2] ? `; ${size(fate[2])} go with it` : ""}`);
 
-// Where no name means a save alone, its id does.
+// The word for a save in a command: its reference, or its id if no reference refers to this save alone.
 const wordFor = (column) => {
   const reference = saves().reference[column];
   return quoted(/ of attempt \d+$/.test(reference) ? saves().commit[column].slice(0, 12) : reference);

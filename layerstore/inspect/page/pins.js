@@ -23,7 +23,7 @@ function chosenBy(pin) {
   return pin.mixture === null ? "" : `${pin.policy}${settings ? ` (${settings})` : ""}`;
 }
 
-// Show the run and the save that the pin's base is, as far as they are shown.
+// Go to the run and the save of the pin's base, as far as this report shows them.
 function goToPin(index) {
   const pin = facts.pins[index];
   const at = facts.runs.findIndex((each) => each.run === pin.run);
@@ -46,7 +46,7 @@ function pickPin(index) {
   $("picked").scrollIntoView({ block: "start" });
 }
 
-// The layers of a pin: its own, or those of the save that it names; null where this report has neither.
+// The layers of a pin: its own, or those of the save that it refers to; null if this report has neither.
 function layersOfPin(pin) {
   const of = pin.taken;
   if (of === null) {

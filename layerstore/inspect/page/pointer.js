@@ -1,4 +1,4 @@
-// What lies below the pointer, and keys.
+// What lies under the pointer, and moves by keys.
 
 function cellText(column, layer) {
   const of = origin(column, layer), name = shown(run().layers[layer]);

@@ -1,4 +1,4 @@
-// What a collection would make of the saves.
+// What a collection would do to the saves.
 
 const cross = (x, width) => `M${x} 10L${x + width} 20M${x} 20L${x + width} 10`;
 const FATES = {

@@ -1,7 +1,7 @@
 // The run that is shown, what was picked of it, and what is known about its layers.
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
-// Of `compare` and `pin` -1 is none; `pin` counts in facts.pins.
+// In `layer`, `compare` and `pin`, -1 stands for none; `pin` is an index into facts.pins.
 const state = { run: 0, policy: "latest", save: 0, layer: -1, compare: -1, pin: -1, metric: null };
 
 const LOGICAL = 0, UNIQUE = 1, INHERITED = 2, DERIVED = 3, WRITTEN = 4;
@@ -9,17 +9,17 @@ const run = () => facts.runs[state.run];
 const saves = () => run().saves;
 const count = () => saves().step.length;
 const deduplicated = (bytes) => bytes[LOGICAL] - bytes[UNIQUE];
-// Sizes with what they are of, those that there are.
+// The sizes that are not zero, each with its words.
 const sizes = (...parts) => parts.filter(([bytes]) => bytes).map(([bytes, words]) => `${size(bytes)} ${words}`).join(", ") || "nothing";
 const written = (bytes) => (bytes[WRITTEN] ? `${size(bytes[WRITTEN])} written` : "nothing had to be written, the store had all of it");
 const whatIf = () => (state.policy === "latest" ? null : run().what_if[state.policy] ?? null);
 
-// The index of the origin of each layer in a composite of the save `column`; empty if it cannot be composed.
+// The index of each layer's origin in a composite of the save `column`; empty if the composite cannot be made.
 function taken(column, policy = state.policy) {
   return (run().composites[policy] ?? [])[column] ?? run().composites.latest[column];
 }
 
-// Which save the version of a layer comes from, in a composite of the save `column`; null where there is none.
+// The save that a layer's version comes from, in a composite of the save `column`; null if the save lacks the layer.
 function origin(column, layer) {
   const asked = taken(column);
   const index = (asked.length ? asked : run().composites.latest[column])[layer];
@@ -38,16 +38,17 @@ function originAt(of, index, column) {
 const digits = (text, layer) => text.slice(layer * 8, layer * 8 + 8);
 const isSame = (column, layer) => taken(column)[layer] === run().composites.latest[column][layer];
 
-// The column of the save that `of` is, if it is shown.
+// The column of the save `of`; -1 if it is not shown, or of another run.
 const columnOf = (of) => (of.own ? saves().step.findIndex((step, column) => step === of.step && saves().attempt[column] === of.attempt) : -1);
 
-// A save has no sizes of its own where they are those of the save before.
+// A save whose sizes equal those of the save before has no list of its own.
 function sizesAt(column) {
   for (let at = column; at >= 0; at -= 1) if (run().layer_bytes[at] !== null) return run().layer_bytes[at];
   return [];
 }
 
-// The version of a layer in the composite of a save, and its size: both are known of saves that are shown.
+// The version of a layer in the composite of a save, and then its size. If the save that it comes from is not shown,
+// the version is unknown, and the size is approximate: that of the layer's version in the save itself.
 function version(column, layer) {
   if (isSame(column, layer)) return digits(run().versions[column], layer);
   const of = origin(column, layer);
@@ -85,7 +86,7 @@ function oldest(column) {
 
 const mixture = (column) => (run().mixtures[state.policy] ?? run().mixtures.latest)[column];
 
-// The sentence that the command line says of a mixture; empty for what is none.
+// The sentence that the command line prints about a mixture; empty if nothing is mixed.
 function mixtureText(found, step) {
   if (found === null) return "";
   const [others, layers, areOlder] = found;
@@ -93,7 +94,7 @@ function mixtureText(found, step) {
     "this model never existed during training (docs/evidence.md says what that costs)";
 }
 
-// Only a run that has compact saves has precisions; null is one that nobody can tell any more.
+// Only a run that has compact saves has precisions; null stands for one that this report does not know.
 const hasPrecisions = () => saves().precision !== undefined;
 const isCompact = (of) => of.precision !== undefined && of.precision !== "exact";
 

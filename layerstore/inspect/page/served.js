@@ -1,4 +1,4 @@
-// Where the page is served: when the store has changed, it loads itself anew. Its address keeps what was picked.
+// For a page that is served: it reloads when the store has changed. Its address keeps what was picked.
 
 const ASK_MS = 5000;
 
@@ -13,7 +13,7 @@ async function ask() {
   }
 }
 
-// Colours that were chosen by hand stay.
+// Keep colours that were chosen by hand when the page reloads.
 const THEME = "layerstore-theme";
 for (let clicks = 0; clicks < 2 && (document.documentElement.dataset.theme ?? "") !== (sessionStorage.getItem(THEME) ?? ""); clicks += 1) $("theme").click();
 $("theme").addEventListener("click", () => sessionStorage.setItem(THEME, document.documentElement.dataset.theme ?? ""));

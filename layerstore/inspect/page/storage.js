@@ -1,4 +1,4 @@
-// What the saves take: all up to a step, and each of them; as saved, or by a policy.
+// How much the saves take: all up to each step, and each alone; as saved, or as a policy would have.
 
 function patterns(svg, id) {
   svg.append(s("defs", {},
@@ -31,7 +31,7 @@ function storage() {
   const alone = (totals) => totals.map((each, column) => each - (column ? totals[column - 1] : 0));
   return {
     totals: picture(of.total_bytes, found?.total_bytes, found?.estimated_bytes),
-    // The estimated part of one save is known if the save before is shown.
+    // The estimated part of one save is the difference between two totals, so it is known only if all saves are shown.
     own: picture(of.bytes, found?.bytes, found === null || count() < run().commits ? of.step.map(() => 0) : alone(found.estimated_bytes)),
   };
 }

@@ -1,6 +1,6 @@
 // Words and elements. Foreign text is only ever set as text, never as markup.
 
-// What moves a cursor or reorders a line is shown escaped, as the command line does.
+// Escape characters that move a cursor or reorder a line, as the command line does.
 const shown = (text) =>
   String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (sign) => `\\u{${sign.codePointAt(0).toString(16)}}`);
 const number = (value) => value.toLocaleString("en-US");
@@ -34,7 +34,7 @@ const s = (tag, attributes, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 const foreign = (text) => h("span", { class: "foreign" }, shown(text));
 const $ = (id) => document.getElementById(id);
-// A time in running text, which would else be broken at its hyphens.
+// A time in running text; its class keeps it from being broken at its hyphens.
 const when = (iso) => h("span", { class: "whole" }, time(iso));
 const show = (id, is) => { $(id).hidden = !is; };
 

@@ -99,7 +99,7 @@ class SaveInProgress:
 
     @cached_property
     def compact(self) -> dict[str, LayerEntry]:
-        """The layers due that are not kept exactly, each with the version that it refers to."""
+        """The due layers that are stored compactly, each with the older version that it refers to."""
         keyframes, compact = self.options.keyframes, {}
         for layer in self.plan.layers:
             entry = self.place.inherited.get(layer.layer) if layer.layer in self.due else None
@@ -148,7 +148,7 @@ class SaveInProgress:
             for entry in record.layers:
                 if entry.layer not in self.due:
                     tx.inherit(entry)
-            # The ranks' own transactions have ended, so this transaction must touch and refer to what they wrote.
+            # The ranks' own transactions have ended, so this one must claim what they wrote: touch it, and refer to it.
             named = [stored.ref for share in shares for part in share.parts for stored in part.named]
             for ref in tx.objects.unclaimed(named):
                 raise Overtaken(

@@ -37,7 +37,7 @@ class Copies:
             return taken
         is_cuda = any(source.device.type == "cuda" for source, _ in self._pending)
         computed = torch.cuda.current_stream().record_event() if is_cuda else None
-        # The gate is installed before the thread starts: no update may happen in between.
+        # Install the gate before the thread starts, so that no update can happen in between.
         gate = register_optimizer_step_pre_hook(lambda *_: self.wait())
         thread = threading.Thread(target=self._copy, args=(computed, gate), name="layerstore-copy", daemon=True)
         try:

@@ -163,7 +163,7 @@ class StoreReader(StorageReader):
                     whole = self._revived(entry)
                     _Landing(item, planner, _narrowed(whole, item)).commit()
             opened.boxes.read()
-        # Only after everything was read and checked. Tensors read into the trainer's own memory are already filled.
+        # Only now that everything is read and checked. Tensors read into the trainer's own memory are filled already.
         for landing in landings:
             landing.commit()
         done: Future[None] = Future()

@@ -59,7 +59,7 @@ class StoreWriter(StorageWriter, AsyncStager):
     With ``async_save``, tensors are copied to the host while training continues: the next step of any torch
     optimizer waits for the remaining copies. Before changing tensors in any other way, call `synchronize_staging`.
 
-    Make a new writer for each save; after the save, ``commit`` is its commit, on the coordinator.
+    Make a new writer for each save; after the save, the coordinator's writer has the commit in ``commit``.
 
     Raises:
         InvalidInput: *run* is not a valid name, or *step* is negative or too large.

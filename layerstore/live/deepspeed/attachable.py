@@ -59,7 +59,7 @@ class AttachableEngine:
 
 
 class EngineLoad:
-    """A composite for one rank of an engine."""
+    """One rank's part of a composite, read and checked, for an engine to load."""
 
     def __init__(
         self, engine: ZeroEngine, loader: StoreCheckpointEngine, loaded: Loaded, notes: tuple[str, ...]

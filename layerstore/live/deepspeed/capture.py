@@ -42,6 +42,7 @@ def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern
             elif storage not in slices:
                 memory.settle(storage)
     share = share_of(source, folder=folder, pattern=pattern)
+    # Sizes are estimates: 4 bytes for each trained element's master and for each of its moments, 2 if it is frozen.
     numbers = len({flat.state for flat in source.flats})
     return Captured(
         share=share,

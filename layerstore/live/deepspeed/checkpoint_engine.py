@@ -35,7 +35,7 @@ _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 
 
 class StoreCheckpointEngine:
-    """Wraps DeepSpeed's checkpoint engine: saves and pointers use the store, and all other files are passed on."""
+    """Wraps DeepSpeed's checkpoint engine: saves to the store, follows pointers into it, passes other files on."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -159,7 +159,7 @@ class StoreCheckpointEngine:
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the content of *path* or, if *path* is a pointer, of its target."""
         if path.endswith(_MODEL):
-            self.settle()  # loading changes masters, and only an update waits for pending copies by itself
+            self.settle()  # the load changes masters, and unlike an update does not wait for pending copies by itself
             self._load = self._agreed_target(Path(path))
             self._has_begun = True
             self._binding().begin_load()
@@ -169,7 +169,7 @@ class StoreCheckpointEngine:
         if path.endswith(_MODEL):
             return loaded.model()
         optimizer = loaded.optimizer()
-        self._load = None  # the optimizer's state is loaded last; from now on only the engine holds its memory
+        self._load = None  # the optimizer's state is loaded last: let go, so that only the engine holds its memory
         self._binding().hold(loaded.store, loaded.composition)
         self._known_engine().log("loaded %s from %s", loaded.name, loaded.store.repo.name)
         return optimizer

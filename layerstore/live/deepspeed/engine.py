@@ -295,8 +295,8 @@ class ZeroEngine:
         """
         Partition all parameters, as the engine's own save does, if slices might be on NVMe.
 
-        Otherwise the slices are in memory, gathered or not, and this does nothing: partitioning and gathering take a
-        collective for each persistent parameter, which would be most of a save's time.
+        Otherwise this does nothing, since slices are in memory even while their parameters are gathered. Partitioning
+        and gathering take a collective for each persistent parameter, which would be most of a save's time.
         """
         if not self._swaps_parameters:
             yield
@@ -385,9 +385,9 @@ def _providing_weights(engine: Any, own: LoadHandler) -> Iterator[None]:
 
 def engine_of(model: Any, optimizer: Any) -> Any:
     """
-    Return the engine that trains *model*: trainers pass callbacks the bare model, which has no link to its engine.
+    Return the engine that trains *model*: callbacks get only the bare model, which has no link to its engine.
 
-    *optimizer*, perhaps in Accelerate's wrapper, identifies the engine, as earlier ones of *model* may still be alive.
+    Earlier engines of *model* may still be alive, so *optimizer*, perhaps in Accelerate's wrapper, tells them apart.
 
     Raises:
         InvalidInput: No engine trains *model*; or several do, and the optimizer does not identify one of them.
@@ -405,7 +405,7 @@ def engine_with(checkpoint_engine: Any) -> Any:
 def _engines_where(matches: Callable[[Any], bool]) -> list[Any]:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is None:
-        return []  # without the module there can be no engine
+        return []  # no engine exists if DeepSpeed was never imported
     kind = deepspeed.DeepSpeedEngine
     return [engine for engine in gc.get_objects() if issubclass(type(engine), kind) and matches(engine)]
 

@@ -35,7 +35,7 @@ _PRECISION_HINT = "train in the same precision"
 
 
 class Loaded:
-    """One rank's two files of a composite as live objects, made on first use."""
+    """One rank's ``model_states`` and ``optim_states`` of a composite as live objects, made on first use."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Loaded:
         """
         Read and verify everything to be loaded, and compare it with *engine*; return notes on what does not carry over.
 
-        Without *is_whole* the optimizer's state is not loaded, and need not fit.
+        Unless *is_whole*, the optimizer's state is not loaded, and nothing is compared.
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.
@@ -200,12 +200,12 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
     """
     Return the masters, frozen weights and buffers of *composition* by name, each whole and verified.
 
-    They equal the result of DeepSpeed's ``zero_to_fp32``, in the same order: from such a result, DeepSpeed's
-    loader fills engines if the optimizer's state is not requested. Buffers are rank 0's, as float32 if floating-point.
+    The result equals that of DeepSpeed's ``zero_to_fp32``, in the same order: DeepSpeed's loader uses it in place of
+    that result if the optimizer's state is not requested. Buffers are rank 0's, converted to float32 if floating-point.
     """
     composite = Composite(store.repo, composition)
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
-    # Only under stage 3 does DeepSpeed load whole weights.
+    # Stage 3, because DeepSpeed loads whole weights only under that stage.
     model = Loaded(store, composition, rank=0, world_size=composition.base.world_size, stage=STAGE_3).model()
     weights = {
         name: value.float() if value.is_floating_point() else value
@@ -213,7 +213,7 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
         if name in model["buffer_names"]
     }
     for name, shape in (model["frozen_param_shapes"] or {}).items():
-        # A parameter without elements is not stored, so make it empty.
+        # A parameter without elements is not stored, so make an empty tensor for it.
         weights[name] = (
             _tensor(frozen, name) if name in frozen else model["frozen_param_fragments"][name].new_empty(shape)
         )

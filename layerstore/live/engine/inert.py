@@ -20,7 +20,7 @@ from layerstore.zero3.pt import INERT, VALUES
 if TYPE_CHECKING:
     import torch
 
-_PROTOCOL = 2
+_PROTOCOL = 2  # torch.save's pickle protocol
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
@@ -73,7 +73,7 @@ class Memory:
         return tuple(self._storages.values())
 
     def bytes_of(self, path: Path) -> "torch.Tensor":
-        """Return the bytes at *path* as they are now, not copied."""
+        """Return the current memory at *path* as bytes, without a copy."""
         import torch
 
         untyped = self._held[path]
@@ -97,7 +97,8 @@ class Memory:
         copy = self.bytes_of(path).to("cpu", copy=True)
         self._replaced.append(self._held[path])
         self._held[path] = copy.untyped_storage()
-        self._marks[path] = object()  # torch does not count every change, such as those to a norm's averages
+        # A mark that equals no other: torch does not count every change, such as those to a norm's averages.
+        self._marks[path] = object()
 
     def settle(self, storage: Storage) -> None:
         """Copy the content of *storage*, into the node itself if it is small."""

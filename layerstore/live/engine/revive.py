@@ -1,8 +1,8 @@
 """
 Turn an inert tree into live objects, for an engine to load.
 
-Only listed classes are ever instantiated: this module lists containers and tensors; each engine's package lists the few
-small classes in its state. Everything else is refused; no name from a tree is ever looked up.
+Only listed classes are ever instantiated: this module lists those that any trainer's state may hold, and each
+engine's package lists the few small classes of its own. Everything else is refused; no name in a tree is ever imported.
 """
 
 from collections import Counter, OrderedDict

@@ -47,7 +47,7 @@ class AttachableModule:
         return ModuleLoad(self.engine, store, composition, adam_step=adam_step)
 
     def read_part(self, store: Store, composition: Composition, *, optimizer: bool) -> ModuleLoad:
-        """Read the weights of *composition*, or the state of the *optimizer*, and check that it fits."""
+        """Read the weights of *composition* or, if *optimizer*, the optimizer's state instead; check that they fit."""
         return ModuleLoad(
             self.engine, store, composition, adam_step="unify", weights=not optimizer, optimizer=optimizer
         )

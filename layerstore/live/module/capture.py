@@ -84,7 +84,11 @@ def _moments_of(layer: LayerSource) -> int:
 
 
 def _updates_of(layer: LayerSource, state: "_State", *, default: int) -> int | None:
-    """Return how often *layer* was updated: *default* if not counted; None before the first, or if counts differ."""
+    """
+    Return how often *layer* was updated; None if its parameters' counts differ, or if it has no optimizer state.
+
+    If the optimizer keeps moments but no counts, return *default*.
+    """
     counts = [state.steps[parameter.name] for parameter in layer.parameters if parameter.name in state.steps]
     return common_step(counts) if counts or not _moments_of(layer) else default
 
@@ -136,7 +140,7 @@ class _State:
         return next((key for key, tensor, version in self._watched if tensor._version != version), "")
 
     def is_alike(self, key: str) -> bool:
-        """Whether all ranks that hold a part of *key* hold the same values in it."""
+        """Whether ranks that hold the same part of the tensor *key* hold the same values in that part."""
         return self.paths[key][0] == OPTIMIZER or isinstance(self.flat[key], torch.nn.Parameter)
 
     def boxes(self, key: str) -> list[Box]:
@@ -249,7 +253,7 @@ def _placed_slice(kind: Kind, part: SliceSource, state: _State, memory: Memory) 
 def _kept_values(
     engine: ModuleState, state: _State, plan: PlannedSave, client_state: Mapping[str, object], memory: Memory
 ) -> RankState:
-    """Return the state outside of layers: the first rank's for all ranks, but each rank's own client_state."""
+    """Return the state outside of layers: each rank keeps its own client_state; the first rank keeps all the rest."""
     own: dict[str, SavedValue] = {}
     if client_state:
         tree = inert(dict(client_state), memory, where=CLIENT_STATE)

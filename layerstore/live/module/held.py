@@ -59,7 +59,7 @@ class ModuleState:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return parameters and persistent buffers by name, tied tensors under each name; not copied."""
+        """Return parameters and persistent buffers by name, not copied; a tied tensor is under each of its names."""
         return {name: value for name, value in self._state().items() if not name.endswith(EXTRA_STATE)}
 
     def extras(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _MODEL_HINT = "resume into the model that was saved"
 
 
 class ModuleLoad:
-    """A composite for one rank of a module."""
+    """One rank's part of a composite, read and checked, to fill a module with."""
 
     def __init__(
         self,
@@ -52,7 +52,9 @@ class ModuleLoad:
         optimizer: bool = True,
     ) -> None:
         """
-        Read and check this rank's part of *weights* and *optimizer*, which trainers may load separately.
+        Read and check this rank's part of the weights, if *weights*, and of the optimizer's state, if *optimizer*.
+
+        Trainers may load the two separately.
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.
@@ -285,7 +287,7 @@ def _moved(key: str, value: Any, parameter: torch.Tensor, *, counts_there: bool)
 
 
 def _saved_names(versions: list[LayerVersion]) -> dict[str, str]:
-    """Return the name under which each tensor of the model is saved, by each of its names."""
+    """Return, for each name of each tensor of the model, the name under which the tensor is saved."""
     saved_names: dict[str, str] = {}
     for version in versions:
         for parameter in version.parameters:

@@ -1,7 +1,8 @@
 """
-Messages between the ranks of a job: small ones over gloo, only in the main thread.
+Messages between the ranks of a job, sent over gloo, and only by the main thread.
 
-This package uses torch.distributed, but is independent of engines.
+Only `GroupParts` does not use gloo: background threads send parts through the job's key-value store. This package uses
+torch.distributed, but is independent of engines.
 """
 
 from layerstore.live.ranks.attempt import AttemptLock, place_resumed

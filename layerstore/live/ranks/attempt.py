@@ -2,7 +2,7 @@
 Choose the attempt that a job saves: an attempt that no other job is saving.
 
 If two jobs saved one attempt, their commits would mix. So the second job opens the next attempt, and both continue.
-However the process ends, its lock is released. A job also opens the next attempt if later commits of its attempt were
+The lock is released however the process ends. A job also opens the next attempt if later commits of its attempt were
 dropped: they may be restored, and would mix with new commits.
 """
 
@@ -25,7 +25,7 @@ _TRIES = 10
 
 
 def place_resumed(view: RunView | None, composition: Composition | None) -> NextCommit:
-    """Return where saves continue after an engine was filled with *composition*, or begin anew if that is None."""
+    """Return where saves continue after a load of *composition*; if *composition* is None, where they begin anew."""
     if composition is None:
         return NextCommit.begun(view)
     base = composition.base
@@ -112,7 +112,7 @@ class AttemptLock:
         self._hold(0, ExitStack())
 
     def _hold(self, attempt: int, lock: ExitStack) -> None:
-        if attempt != self._held:
+        if attempt != self._held:  # otherwise *lock* holds nothing: an attempt that is held already is not locked again
             self._lock.close()
             self._lock, self._held = lock, attempt
 

@@ -33,7 +33,7 @@ TEXT_BYTES_MAX = 2048
 _SILENT_SECONDS_MAX = 60.0
 
 _LATE_SECONDS = 120.0
-"""A rank that has waited this long for the others logs a warning; longer than the minute between `wait` messages."""
+"""How long a rank waits for the others before it logs a warning; must exceed the minute between `wait` messages."""
 
 Answer = TypeVar("Answer")
 
@@ -135,7 +135,7 @@ class Exchange:
 
     def wait(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
         """
-        Call *wait* on every rank until all calls return True, or *until* passes on one rank; return whether all did so.
+        Call *wait* on every rank until all calls return True; return False if *until* passes on one rank before that.
 
         Ranks exchange a message every minute, because gloo aborts after half an hour of silence, and a first push may
         take longer.
@@ -239,7 +239,7 @@ class RankReport:
     outcomes: dict[int, bool]
     """From the rank that commits: whether each resolved save became visible."""
     has_lost_base: bool = False
-    """Whether the next commits cannot inherit every layer: one was collected, or never reaches the next level."""
+    """Whether the next commits cannot inherit every layer: a layer was collected, or never reaches the next level."""
     precision: str = ""
     """The precision of this save."""
     retries: int = 0

@@ -17,8 +17,8 @@ class GroupParts(PartStore):
     The parts of a job's saves.
 
     In the node's own store, a part is at its usual path, so that collections there keep the objects it refers to. Other
-    ranks read the part from the key-value store through which the process group was formed. Its operations are not
-    collectives, so background threads may use them, and they need no bucket or disk.
+    ranks read the part from the key-value store through which the process group was formed. Requests to that store are
+    not collectives, so background threads may make them, and they need no bucket or disk.
     """
 
     def __init__(self, layout: Layout, files: Files, *, store_id: str, group: "Rendezvous", world_size: int) -> None:

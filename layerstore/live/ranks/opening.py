@@ -102,9 +102,9 @@ def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> N
 
 def runs_here(store: Store, run: str) -> str | None:
     """
-    Return the hint for a *run* missing from *store*: it was dropped, a run with a similar name, or a list of runs.
+    Return the hint for a *run* missing from *store*: that it was dropped, a run with a similar name, or a list of runs.
 
-    None if *store* has no other run.
+    Return None if *store* has no other run.
     """
     if store.repo.records.in_trash(run):
         return hint_at_dropped(run)

@@ -47,7 +47,7 @@ def versions_to_load(composition: Composition) -> list[tuple[LayerEntry, ...]]:
 
 
 def share_of(layers: Sequence[Layer], rank: int, ranks: int) -> Sequence[Layer]:
-    """Return the *layers* that *rank* reads for all *ranks*: an equal share; few layers are spread over the hosts."""
+    """Return the *layers* that *rank* reads for all *ranks*: equal shares, which spread few layers over all hosts."""
     return layers[rank * len(layers) // ranks : (rank + 1) * len(layers) // ranks]
 
 

@@ -1,7 +1,7 @@
 """
 The threads behind a saver: one copies, one writes and, on rank 0, one commits. None of them calls a collective.
 
-An error here never reaches training: the save is given up, and the saver's status shows the error.
+An error in a thread never reaches training: the save is given up, and the saver's status shows the error.
 """
 
 import threading
@@ -139,7 +139,8 @@ class Background:
         """
         Start the threads; they write to *repo* and pass each save on to *following*.
 
-        *refers*, if differences are kept: the shard that this rank writes (None: any of them), and the number of ranks.
+        *refers* is None unless differences are kept; it has the shard that this rank writes, or None if that may be any
+        shard, and the number of ranks.
         """
         self._refers = refers
         self._repo = repo

@@ -96,7 +96,7 @@ class Collector:
             self.wake()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return whether all requests so far were processed, after at most *seconds*."""
+        """Wait at most *seconds* until all requests so far are processed; return whether they are."""
         with self._is_answered:
             requests = self._requests
             return self._is_answered.wait_for(lambda: self._answered >= requests, seconds)
@@ -222,7 +222,7 @@ def answer_question() -> None:
         with Store(question["store"]) as store:
             run, places, origin = question["run"], question["places"], question["origin"]
             if origin is not None and not _has_caught_up(store, origin, run):
-                question["keep"] = None  # commits only on this node are incomplete: collect after the next save
+                question["keep"] = None  # what only this node has is incomplete: collect after the next save
             view = store.repo.catalog.find(run)
             newest = None if view is None else view.newest
             # Sent before collecting: only commits that have reached the next destination may be removed.
@@ -250,7 +250,7 @@ def _has_caught_up(store: Store, origin: str, run: str) -> bool:
 
 def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, Any]:
     """
-    Send the run of the commit *newest* to all *places*; return its step if it reached the last place, and the errors.
+    Send the run of *newest* to all *places*; return the step of *newest* if it reached the last place, and any errors.
 
     If one place fails, the others still get the run, and *store* keeps every commit that the failed place lacks.
     """

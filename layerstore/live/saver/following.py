@@ -65,7 +65,7 @@ class Following:
             self._sender.send(job, part)
 
     def visible(self, commit: Commit, joint: JointCommit) -> None:
-        """Pin *commit*, which is visible, send it and collect; from a node's own level, the sender does so later."""
+        """Pin *commit*, which is visible, send it and collect; with a level on each node, the sender does so later."""
         if self._sender is None:
             pin(self.repo, commit, joint)
             self._committed()
@@ -131,11 +131,11 @@ class Following:
         return is_complete
 
     def is_sent(self, seconds: float) -> bool:
-        """Return whether all saves have left the node's own level, after at most *seconds*; True if it has none."""
+        """Wait at most *seconds* until all saves have left the node's own level, if any; return whether they have."""
         return self._sender is None or self._sender.wait(seconds)
 
     def wait(self, seconds: float) -> bool:
-        """Return whether every commit was sent, or its sending failed, after at most *seconds*."""
+        """Wait at most *seconds* for each level until every commit was sent or failed; return whether that is so."""
         return self.is_sent(seconds) and (self._behind is None or self._behind.wait(seconds))
 
     @property

@@ -56,8 +56,8 @@ class SaverOptions:
     push: str | PathLike[str] | Iterable[str | PathLike[str]] | None = None
     """
     A remote's name or URL, or a folder: after each save, the run is sent to it in the background, and *keep* removes
-    only commits that have arrived. In a list, nearest first, *keep* trims all but the last; each loses only commits
-    that the next one has.
+    only commits that have arrived. If this is a list of destinations, nearest first, *keep* trims all but the last;
+    each loses only commits that the next one has.
     """
     durable: Durable = "local"
     """
@@ -137,7 +137,11 @@ def _buffer_bytes(wanted: int | str) -> int | None:
 
 
 def pool_bytes(engine: Engine, wanted: int | str) -> int:
-    """Return the size of a rank's host buffer; for ``auto``, its largest save, limited to its share of free memory."""
+    """
+    Return the size of a rank's host buffer.
+
+    For ``auto``, it is as large as the largest save, but at most the rank's share of half of the free memory.
+    """
     size = _buffer_bytes(wanted)
     if size is not None:
         return size

@@ -112,7 +112,7 @@ class Saver:
         self._over = Status()
         """The summed status of all saves whose outcome is known; their jobs are dropped, so memory stays bounded."""
         self._tight: list[Job] = []
-        """Saves since the last update whose copies may not fit some rank's host buffer; alike on every rank."""
+        """Saves since the last update whose copies may not fit some rank's host buffer; the same on every rank."""
         self._last = LastSave(place.after)
         self._is_closed, self._saves, self._updates = False, 0, 0
         self.step_of: Callable[[], int] = lambda: engine.step
@@ -168,7 +168,7 @@ class Saver:
         self, capture: Callable[[], Captured] | None, *, client_state: dict[str, object], folder: Path, tag: str
     ) -> None:
         """
-        Save the state that *capture* returns, or the engine's if it is None, instead of writing it to *folder*.
+        Save the state that *capture* returns, or the engine's if *capture* is None, instead of writing it to *folder*.
 
         Files that are added to *folder* before training continues are kept, too.
         """
@@ -206,7 +206,7 @@ class Saver:
         if repeated is not None:
             return repeated  # without sealing the previous save: more files may come into its folder
         self._seal()
-        # Before any other collective, in which the others would time out if a rank waited alone for its disk.
+        # All ranks wait for room before any other collective: if one waited alone, the others would time out in that.
         pressure = self.options.on_pressure if agreed.is_pressed else ""
         is_skipped = pressure == "skip" or (pressure == "wait" and not self._wait_for_room())
         self._copier.follow()
@@ -449,7 +449,7 @@ class Saver:
         return self._place.attempt
 
     def publish(self, seconds: float) -> None:
-        """Wait up to *seconds* until this rank's commits are visible. Not collective."""
+        """Wait up to *seconds* for this rank's commits, and for its saves to leave the node's level. Not collective."""
         end = time.monotonic() + seconds
         self._seal()
         for job in self._jobs if self._is_first else ():

@@ -30,7 +30,7 @@ class Schedule:
     foreign: frozenset[str] = frozenset()
     """Layers inherited from another run, which need not be saved and have no age."""
     had_moments: dict[str, float] = field(default_factory=dict)
-    """How many moments the optimizer had for each layer at the layer's last save; infinite if some, number unknown."""
+    """How many moments each layer had at its last save; infinite if it had some, but their number is unknown."""
     owed: set[str] = field(default_factory=set)
     """Layers not saved because a save was given up, skipped or made smaller; they are due at the next save."""
     pending: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Schedule:
             weighted_movements=moved.weighted,
             sizes=sizes,
         )
-        of_policy = due_layers(anchored(self.policy, 0), save)
+        of_policy = due_layers(anchored(self.policy, 0), save)  # the phase is set by save 0, the history's first
         return of_policy | self._needed(layers, moments) | (self.owed & set(layers))
 
     def _needed(self, layers: Iterable[str], moments: Mapping[str, int]) -> frozenset[str]:
@@ -167,7 +167,7 @@ class Schedule:
 
 
 def policy_use(policy: Policy, share: Share, due: frozenset[str], moved: Movements) -> PolicyUse:
-    """Return the record's entry on *policy*: which layers were due, and the movements that this was decided by."""
+    """Return the record's entry on *policy*: which layers were due, and the movements that decided it."""
     decisions: dict[Tree, Tree] = {}
     if not isinstance(policy, Latest) or len(due) < len(share.layers):
         decisions["due"] = [layer.layer for layer in share.layers if layer.layer in due]

@@ -78,12 +78,12 @@ class Sender:
         self._copying.add(partial(self._committing.add, partial(self._write, write, step)))
 
     def wait(self, seconds: float) -> bool:
-        """Return whether every save was sent or given up, after at most *seconds*."""
+        """Wait at most *seconds* until every save is sent or given up; return whether all are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, seconds)
 
     def has_copied(self, seconds: float) -> bool:
-        """Return whether this rank's own shares were all copied or given up, after at most *seconds*."""
+        """Wait at most *seconds* until all of this rank's shares are copied or given up; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._to_copy, seconds)
 
@@ -143,7 +143,7 @@ class Sender:
                 self._repo.parts.remove(job.joint.session, job.joint.save, world_size=job.joint.share.world_size)
         except Exception as exc:  # noqa: BLE001  # training continues
             self._fail(job, exc)
-            if job.commit is not None:  # the record in *near* needs objects of other nodes, and is never complete
+            if job.commit is not None:  # the record in *near* needs objects of other nodes, and can never be complete
                 forget_record(self._near, self._near.records.name_of(job.commit))
         finally:
             self._end_one()

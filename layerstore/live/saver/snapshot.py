@@ -117,7 +117,7 @@ class CopyFailed(Exception):
 
 
 class Snapshot(Reader):
-    """One save's slices between the engine and the writer, which reads them in the order of *slices*."""
+    """One save's slices on their way from the engine to the writer, which reads them in the order of *slices*."""
 
     def __init__(self, captured: Captured, slices: list[SliceSource]) -> None:
         self.captured = captured

@@ -1,5 +1,5 @@
 """
-Recipes: a YAML file that says which step each layer comes from, in our own grammar or in LLMTailor's.
+Recipes: YAML files that determine which step each layer comes from, in our own grammar or in LLMTailor's.
 
 This package turns text into a checked plan. The caller finds out which commits exist, and `Spot.located` makes the
 caller's errors begin with the position in the recipe.

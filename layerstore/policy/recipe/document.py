@@ -197,7 +197,7 @@ class _DocumentReader:
             if event.anchor is not None:
                 self._scalars[event.anchor] = scalar
             return scalar
-        self._scalars.pop(event.anchor, None)  # from this node on, an alias of that name refers to the node
+        self._scalars.pop(event.anchor, None)  # its anchor no longer stands for a scalar, so aliases are refused
         if isinstance(event, yaml.SequenceStartEvent):
             items = tuple(self._node(item, depth=depth + 1) for item in self._until(yaml.SequenceEndEvent))
             return ListNode(items=items, spot=spot)
@@ -226,7 +226,7 @@ class _DocumentReader:
 
 
 def as_map(node: Node, *, what: str, keys: Collection[str]) -> MapNode:
-    """Return *node*; raise InvalidInput unless it is a mapping without keys other than *keys*."""
+    """Return *node*; raise InvalidInput unless it is a mapping whose keys are all in *keys*."""
     if not isinstance(node, MapNode):
         raise _unlike(node, what=what, expected=f"a mapping with {', '.join(keys)}")
     for key, _ in node.entries:

@@ -90,7 +90,7 @@ class LLMTailorRecipe:
     name: str
     """The file's name in errors."""
     base: Choice
-    """``base_model`` or, without one, the newest step in the recipe."""
+    """``base_model`` or, if the recipe does not give it, the newest step in the recipe."""
     run_hint: str | None
     """The run name that ``ingest`` would have given to the recipe's folders."""
     slices: tuple[LayerRange, ...]
@@ -171,7 +171,7 @@ def groups_of(model: ModelOutline) -> LayerGroups:
 
 def _ties(version: LayerVersion) -> list[str]:
     """Return the names under which other layers use this layer's parameters, such as a tied ``lm_head.weight``."""
-    # Both sides use `layer_of`: the layer's own name may come from a user's pattern.
+    # Both names go through `layer_of`: `version.layer` may come from a user's pattern, and would not compare.
     return [alias for each in version.parameters for alias in each.aliases if layer_of(alias) != layer_of(each.name)]
 
 

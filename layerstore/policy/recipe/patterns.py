@@ -52,7 +52,7 @@ class Pattern:
         Return those of *names* that the pattern fits.
 
         Raises:
-            InvalidInput: The pattern fits no name, or no name with one of the numbers in brackets.
+            InvalidInput: The pattern fits no name, or one of the numbers in its brackets is in no name that it fits.
         """
         known = list(names)
         if self.tokens == (self.text,) and self.text not in {_ANY, _ONE}:

@@ -138,7 +138,7 @@ _STEPS_SHOWN_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands in for a part of a tree that cannot be represented, so that errors can name its key path."""
+    """Stands in for a part of a tree that cannot be represented, so that errors can report its key path."""
 
     what: str
     """A description for the user."""

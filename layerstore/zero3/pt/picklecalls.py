@@ -2,7 +2,7 @@
 The calls of a checkpoint's pickle, as tree nodes: tensors, storages and inert objects.
 
 No call is ever made. A call's arguments are checked against what torch emits, and a node describes the result.
-An unsupported call becomes an `Unreadable`, so that the check of the finished tree can name its key path.
+An unsupported call becomes an `Unreadable`, so that the check of the finished tree can report the call's key path.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,10 +37,10 @@ class StorageReference(Unreadable):
     key: str = ""
     """KEY in the name of the record, ``data/KEY``."""
     storage_class: str = ""
-    """Dotted name; gives the element type unless untyped."""
+    """The dotted name of the storage's class, which implies the element type unless the storage is untyped."""
     device: str = ""
     elements: int = 0
-    """The number of elements; of bytes if untyped."""
+    """The number of elements, or of bytes if the storage is untyped."""
 
 
 class Calls:
@@ -181,7 +181,7 @@ def _value(name: str, arguments: tuple[object, ...]) -> object:  # noqa: PLR0911
 
 
 def _checked(tensor: Tensor, reference: StorageReference) -> Tensor | Unreadable:
-    """Return *tensor* if it lies within its storage and repeats few of its elements."""
+    """Return *tensor*, or an `Unreadable` if it repeats too many elements; raises if it exceeds its storage."""
     end, elements, available = view_end(tensor), tensor.elements, tensor.storage.elements
     if end > available:
         raise DamagedPickleError(f"a tensor needs {end} elements of data/{reference.key}, which has {available}")

@@ -22,7 +22,7 @@ Groups = Sequence[Mapping[str, Sequence[int]]]
 """For each flat buffer: its parameters with their shapes, in the order of the buffer."""
 
 _ALIGNMENT = 2
-"""DeepSpeed makes partitions a multiple of this many elements: 16-bit ones then begin at multiples of four bytes."""
+"""DeepSpeed makes partitions a multiple of this many elements, so that 16-bit ones begin at multiples of four bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

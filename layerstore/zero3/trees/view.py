@@ -231,7 +231,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
     if degree != 1:
         yield f"was saved with tensor parallelism of degree {degree}", "train without tensor parallelism"
     config = config_of(model) or {}
-    # DeepSpeed makes a mesh of these two sizes, but shares the state only along one dimension of the mesh.
+    # DeepSpeed makes a mesh of these two sizes, but divides the state only along one dimension of the mesh.
     job = prod(
         size if isinstance(size := config.get(f"{kind}_parallel_size"), int) else 0 for kind in ("data", "sequence")
     )
