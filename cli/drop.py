@@ -149,4 +149,4 @@ def _print_tip(dropped: "Sequence[Dropped]") -> None:
     if tip is None:
         print_line(f"{run} has no other commit")
     else:
-        print_line(f"{run} {'then' if any(commit.is_tip for commit in dropped) else 'still'} means {shown(tip)}")
+        print_line(f"{run} {'then' if any(commit.is_tip for commit in dropped) else 'still'} refers to {shown(tip)}")

@@ -54,7 +54,7 @@ Grace = Annotated[
 
 
 RemoteName = Annotated[
-    str | None, typer.Option(metavar="REMOTE", help="Collect this remote (name or URL) instead of the store.")
+    str | None, typer.Option(metavar="REMOTE", help="Remove from this remote (name or URL), not the store.")
 ]
 
 
@@ -84,7 +84,7 @@ def gc(
     A commit is kept if any rule matches it. Without a rule, every commit stays:
     gc only removes what was dropped or replaced over 7 days ago, and what killed writers left.
     The newest commit of a run always stays, and so do pins with all that they need.
-    FREES charges each object to the first listed commit that needs it; "later" means that they are still too young.
+    FREES charges each object to the first listed commit that needs it; "later" is for objects still too young to go.
     Safe during training, ingest and compose; may be stopped and repeated at any time.
 
     \b
@@ -186,8 +186,8 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None,
         later = f"a later gc removes them, or --grace 0s now{and_trash} if nothing writes to the store"
         print_paragraph(f"too young to remove: {_amount(outcome.young)}; {later}", indent=2)
     if outcome.waiting.count:
-        later = "on a network filesystem the next gc removes them"
-        print_paragraph(f"moved aside: {_amount(outcome.waiting)}; {later}", indent=2)
+        aside = f"moved aside (network filesystem): {_amount(outcome.waiting)}"
+        print_paragraph(f"{aside}; the next gc removes them", indent=2)
 
 
 def _staying(count: int, noun: str) -> tuple[str, str]:
@@ -215,10 +215,10 @@ def _frees(fate: "CommitFate") -> str:
 
 def _parts(outcome: "GcOutcome") -> str:
     unfinished = f" and {counted(outcome.unfinished.count, 'unfinished file')}" if outcome.unfinished.count else ""
-    orphans = f" ({outcome.orphans.count:,} of them left over)" if outcome.orphans.count else ""
+    orphans = f" ({outcome.orphans.count:,} of no removed commit)" if outcome.orphans.count else ""
     objects = f"{counted(outcome.objects.count, 'object')}{orphans}"
     trash = f", {counted(outcome.trash.count, 'file')} in the trash" if outcome.trash.count else ""
-    trimmed = f", the moments of {len(outcome.trimmed):,}" if outcome.trimmed else ""
+    trimmed = f", the moments of {counted(len(outcome.trimmed), 'commit')}" if outcome.trimmed else ""
     return f"{counted(len(outcome.removed), 'commit')}{trimmed}{trash}, {objects}{unfinished}"
 
 

@@ -297,7 +297,7 @@ def _print_result(ingested: "Ingested", *, pin: str | None, as_json: bool) -> No
     name = f"{shown(ingested.run)}@{ingested.step} (commit {short_id(ingested.commit)})"
     if not ingested.is_new:
         healed = ", ".join(_written_again(ingested))
-        unread = "" if ingested.reused_read else "; reused, not read"
+        unread = "" if ingested.reused_read else "; reused objects not read"
         if pin is None:
             print_line(f"already saved: {name}; {healed or 'nothing was written'}{unread}")
         else:

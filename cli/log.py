@@ -46,7 +46,7 @@ def log(
     ] = _LIMIT,
     before: Annotated[
         str | None,
-        typer.Option("--before", metavar="COMMIT", help="Continue the list of its run after this commit."),
+        typer.Option("--before", metavar="COMMIT", help="Only older commits of this commit's run."),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Draw attempts and where they forked.")] = False,
     timing: Annotated[

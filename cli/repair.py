@@ -55,7 +55,7 @@ def repair(
     as_json: AsJson = False,
 ) -> None:
     """
-    Move damaged files to the trash, and fetch sound ones.
+    Move damaged files to the trash, and fetch intact ones.
 
     Objects and records come from the stores that --from names.
     Anything that none of these stores has is listed, and the command fails: ingesting the checkpoint again restores
@@ -120,7 +120,7 @@ def _hint(repaired: "Repaired", *, read_data: bool) -> str:
     if any(not cost.everything for cost in repaired.lost):
         ways.append("layerstore compose --without-damaged takes older versions of the lost layers")
     for name in repaired.unreadable[:1]:
-        ways.append(f"layerstore {'pin --delete' if _is_pin(name) else 'drop'} {typed(name)} gives it up")
+        ways.append(f"layerstore {'pin --delete' if _is_pin(name) else 'drop'} {typed(name)} removes it")
     return "; ".join(ways)
 
 
@@ -140,14 +140,14 @@ def _print_result(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> No
     )
     print_each(
         [
-            f"lost of {shown(cost.holder)}: {shown(lost_in_words(cost.layers, everything=cost.everything))}"
+            f"lost from {shown(cost.holder)}: {shown(lost_in_words(cost.layers, everything=cost.everything))}"
             for cost in repaired.lost
         ]
     )
     for name in repaired.unreadable:
-        print_line(f"{shown(name)} cannot be read, and gc removes nothing until it is healed or given up")
+        print_line(f"{shown(name)} cannot be read, and gc removes nothing until it is healed or removed")
     for name in repaired.strangers:
-        print_line(f"{shown(name)} is not a record, pin or part by its name, and gc removes nothing while it is there")
+        print_line(f"{shown(name)} is not named like a record, pin or part; gc removes nothing while it is there")
     for pin in repaired.pins_elsewhere:
         print_line(
             f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.source)}; this store may have moved it since:"

@@ -31,9 +31,9 @@ def show(ref: ReferenceArgument = None, store: StorePath = None, as_json: AsJson
     SAVED AT is the step that wrote a layer's version: the commit's own, or an earlier one if the layer is inherited.
     For a mixture (a pinned composite), the policy chose where the layers come from.
     If a layer is not kept bit for bit, its masters are stored as differences from the save in REFERS TO. LOST is
-    the measured error: its RMS divided by the RMS of the masters' movement since that save or, if only (moments)
-    are inexact, by the RMS of the moments. The line lost covers all layers; worst error is the greatest error
-    divided by the greatest movement or value.
+    the measured error: its RMS divided by that of the masters' movement since then or, where REFERS TO is (moments),
+    by that of the moments. The line lost covers all layers; worst error is the greatest error divided by the greatest
+    movement or value.
 
     \b
     Examples:
@@ -79,7 +79,7 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "worst error": _worst_error(view),
         "replaces": ", ".join(short_id(commit) for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {_saved(view)}, {size(view.size_bytes)}",
-        "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
+        "moments": "" if view.has_moments else "weights only: gc removed its moments",
         "other state": f"{size(view.beside_bytes)} (RNG, scheduler, files)",
         "files": some(view.files, limit=6),
         "metrics": _metrics(view),

@@ -61,7 +61,7 @@ def undrop(
     else:
         print_paragraph(f"{len(commits):,} commits are back: {some(references, limit=NAMED_MAX)}", indent=2)
     for name, step in tips.items():  # the run's newest attempt may be back, and end at an earlier step
-        print_line(f"{shown(name)} now means {shown(f'{name}@{step}')}")
+        print_line(f"{shown(name)} now refers to {shown(f'{name}@{step}')}")
     for name in dict.fromkeys(run or ()):
         if count := in_trash[name]:
             listed = with_store(f"layerstore log {typed(name)} --dropped")

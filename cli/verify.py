@@ -58,7 +58,7 @@ def verify(
 
     Checks every record's checksum and every object's size; with --read-data, every byte.
     Lists damage with the affected commits and layers, and what is still intact.
-    1/10, 2/10 and so on to 10/10 read everything in ten nights.
+    With --read-data-subset, 1/10 to 10/10 read everything in ten nights.
 
     \b
     Examples:
@@ -139,7 +139,8 @@ def _read(verdict: "Verdict") -> str:
 
 def _print_damage(damage: "Damage") -> None:
     """Print one damage, then each effect on its own line; table cells would fold them beyond recognition."""
-    print_line(f"damaged {damage.kind}  {shown(damage.path)}")
+    what = "unknown entry" if damage.kind == "stranger" else f"damaged {damage.kind}"
+    print_line(f"{what}  {shown(damage.path)}")
     print_paragraph(f"  {shown(damage.reason)}", indent=4)
     holders: dict[str, list[str]] = {}  # list a layer only once, even if many commits inherited it
     for cost in damage.costs:
@@ -157,7 +158,7 @@ def _stands(hurt: "Hurt") -> str:
     policies = [f"--policy {name}" for name in hurt.stands if name != "weights"]
     stands = [*policies, *(["--format hf"] if "weights" in hurt.stands else [])]
     return (
-        f"{lost}; {some(stands)} {'stands' if len(stands) == 1 else 'stand'}"
+        f"{lost}; can still be composed with {' or '.join(stands)}"
         if stands
         else f"{lost}; no policy avoids that, compose --without-damaged may"
     )

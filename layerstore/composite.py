@@ -202,7 +202,7 @@ class Composite:
     def _check_stored(self, hint: str) -> None:
         """Raise Unsupported if the masters are a mean, which no object stores."""
         if self._composition.mean is not None:
-            raise Unsupported(f"{self._composition.mean}: an average is in no object of the store", hint=hint)
+            raise Unsupported(f"{self._composition.mean}: no object of the store has its bytes", hint=hint)
 
     def plan(self, format: str | Format = "shards", **options: Unpack[FormatKeywords]) -> Plan:  # noqa: A002  # as the option is called
         """Return what `export` would write in *format*; its ``notes`` list what would not carry over."""

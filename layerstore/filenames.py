@@ -58,7 +58,7 @@ WHOLE_MODEL = re.compile(r"mp_rank_(?P<mp>[0-9]{2,4})_model_states\.pt")
 _PIPELINE, _EXPERTS = "pipeline-parallel", "mixture-of-experts (DeepSpeed's own)"
 NOT_SUPPORTED = {
     _PIPELINE: "train without pipeline parallelism and save again",
-    _EXPERTS: "its experts are in files of their own; Transformers' mixtures, such as Mixtral, can be ingested",
+    _EXPERTS: "its experts are in files of their own; Transformers' MoE models, such as Mixtral, can be ingested",
     UNIVERSAL: "ingest the checkpoint that it was made from",
 }
 """DeepSpeed's checkpoints that cannot be ingested, and what to do instead."""

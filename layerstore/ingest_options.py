@@ -50,7 +50,7 @@ class IngestOptions:
     ] = None
     onto: Annotated[
         str | None,
-        Setting("from torch.distributed.checkpoint to DeepSpeed: the commit that supplies the rest", metavar="REF"),
+        Setting("for a torch.distributed.checkpoint folder: a DeepSpeed commit to complete it from", metavar="REF"),
     ] = None
     allowed_globals: frozenset[str] = frozenset()
     """Classes of foreign pickles that are kept as inert objects."""

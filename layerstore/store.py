@@ -200,7 +200,7 @@ class Store:
         takes_others = recipe is not None or without_damaged
         if exact and (takes_others or not (policy == EXACT or isinstance(chosen_policy(policy), Latest))):
             raise InvalidInput(
-                "an exact save takes no layer from others", hint="leave out the policy or recipe, and without_damaged"
+                "an exact save takes no layer from others", hint="leave out the policy, the recipe and without_damaged"
             )
         if recipe is not None:
             if ref is not None or policy != "latest":
@@ -213,7 +213,7 @@ class Store:
             base = newest_exact(self._repo, requested) if exact else requested
             if policy == EXACT:
                 if without_damaged:
-                    raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
+                    raise InvalidInput("policy exact never mixes saves", hint="leave without_damaged out")
                 composition = compose_exact(self._repo, base)
             else:
                 composition = compose_by_policy(self._repo, base, chosen_policy(policy))
@@ -643,7 +643,7 @@ class Store:
         progress: Progress | None = None,
     ) -> "Repaired":
         """
-        Move damaged files to the trash, and fetch sound ones from *sources*, which are stores or remotes.
+        Move damaged files to the trash, and fetch intact ones from *sources*, which are stores or remotes.
 
         Finds the damage that `verify` finds; with *read_data*, every damaged byte. With *dry_run*, nothing is written.
         With *remote*, a name or a URL, that remote is repaired from this store instead. A partial clone also uses its

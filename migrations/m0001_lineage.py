@@ -35,7 +35,7 @@ _FIELDS = frozenset(
 )
 _FLAGS = frozenset({"without-moments"})
 
-_WAY_ON = "with layerstore 0.1: repair heals it or takes it out of the way, drop or pin --delete gives it up"
+_WAY_ON = "with layerstore 0.1: repair heals it or moves it away, drop or pin --delete removes it"
 
 
 # -- store.json ----------------------------------------------------------------------------------------------------

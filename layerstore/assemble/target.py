@@ -65,7 +65,7 @@ def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, 
     with _looking_at(out):
         path = _placed(repo, out)
         if path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
+            raise AlreadyExists(f"{out} exists and is not a folder; nothing was changed", hint="choose another -o")
         older = repo.files.identity(path)
         is_empty = older is not None and not any(path.iterdir())
         if older is not None and not is_empty:
@@ -91,7 +91,7 @@ def checked_file(repo: Repository, out: Path, *, what: str, begins: bytes) -> Ta
         older = repo.files.identity(path)
         if older is not None and (path.is_symlink() or not path.is_file() or not _begins(repo, path, begins)):
             raise AlreadyExists(
-                f"{out} is there and is not {what}; nothing was changed",
+                f"{out} exists and is not {what}; nothing was changed",
                 hint="choose another -o, or remove it by hand",
             )
         return Target(path=path, older=older)
@@ -212,7 +212,7 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
             raise
     except BaseException:
         if aside is not None and not files.move_folder(aside, path):
-            warnings.warn(f"the older folder {path} is intact at {aside}", stacklevel=2)
+            warnings.warn(f"what was at {path} is intact at {aside}", stacklevel=2)
         raise
     if aside is not None:
         # Last: until now, the older folder could be put back.
@@ -234,7 +234,7 @@ def _check_nothing_else_is_lost(path: Path, aside: Path, partial: Path, is_older
 def _came_meanwhile(path: Path) -> AlreadyExists:
     return AlreadyExists(
         f"{path} appeared while we were writing; it was left alone",
-        hint="choose another path with -o, or move what appeared away and repeat the command",
+        hint="choose another path with -o, or move that one away and repeat the command",
     )
 
 

@@ -258,7 +258,7 @@ class _Judging:
             written = execute_export(self.repo, plan, self.folder, Writing(durable=False), progress=Silent())
         judged = self.judge(self.folder)
         if getattr(judged, "verdict", None) not in get_args(TrialVerdict):
-            raise InvalidInput(f"the judge returned {judged!r}", hint='a Judged, such as Judged(verdict="bad")')
+            raise InvalidInput(f"the judge returned {judged!r}", hint='return a Judged, such as Judged(verdict="bad")')
         trial = Trial(
             number=len(self.log.trials) + 1,
             key=key,

@@ -185,13 +185,13 @@ def _hosts(layout: Layout) -> Iterator[Finding]:
     others = ", ".join(f"{host} ({since})" for host, since in sorted(seen.items()) if host != host_name())
     if mount is not None and not mount.is_network:
         if others:
-            text = f"{others} locked this store, and this filesystem is local: a copy, or this host serves it to others"
+            text = f"{others} locked this store, and this filesystem is local: it is a copy, or served by this host"
             hint = "if this host serves it, mount it here as the other hosts do; otherwise locks are not shared"
             yield Finding("hosts", "note", text, hint)
     elif others:
         yield Finding("hosts", "ok", f"seen here: {others}")
     elif layout.locks.is_dir():
-        text = "no other host has locked this store yet; after layerstore reindex there, its name must appear here"
+        text = "no other host has locked this store yet; run layerstore reindex on one: doctor must then name it"
         yield Finding("hosts", "ok", text)
 
 

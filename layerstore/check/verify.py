@@ -201,7 +201,7 @@ def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
             _name_all(named, commit.record)
             row = indexed.get(name.file_name)
             if row is not None and row != row_of(commit):
-                problem = f"the index tells {reference} differently than its record does"
+                problem = f"the index contradicts the record of {reference}"
                 named.faults.append(Damage(kind="index", id=run, path="manifest", reason=problem))
 
 
@@ -240,7 +240,7 @@ def _read_pins(repo: Repository, named: _Named) -> None:
 def _read_beside(repo: Repository, named: _Named) -> None:
     """Check everything but commits and pins: strangers, parts of unfinished saves, and the trash."""
     for stranger in (*repo.records.strangers(), *repo.parts.strangers(), *repo.trash.strangers()):
-        problem = IntegrityError("it is not named as a record, pin or part is; gc removes nothing while it is there")
+        problem = IntegrityError("it is not named like a record, pin or part; gc removes nothing while it is there")
         named.faults.append(
             Damage(kind="stranger", id=stranger.name, path=repo.layout.name(stranger), reason=str(problem))
         )

@@ -364,8 +364,8 @@ def check_splittable(
         if is_converted and not older:
             wish = "be composed as ZeRO-3"
         raise LayoutMismatch(
-            f"{ours} cannot {wish}: its optimizer keeps {kept}, which cannot be cut into layers",
-            hint=f"only --policy exact at world size {base.world_size}, without --recipe",
+            f"{ours} cannot {wish}: its optimizer keeps {kept}, which cannot be split by layer",
+            hint=f"use --policy exact at world size {base.world_size}, without --recipe",
         )
 
 
@@ -451,7 +451,7 @@ def naming_damage(repo: Repository, composition: Composition, *, resumes: bool =
         base = composition.base
         if not all(repo.records.is_listed(name) for name, _ in composition.chosen_from):
             raise Conflict(
-                f"a part of {base.run}@{base.step} was collected while it was read; nothing was written",
+                f"something that {base.run}@{base.step} needs was removed meanwhile; nothing was written",
                 hint=f"layerstore log {typed(base.run)} lists the kept commits; repeat the command if it is listed",
             ) from exc
         lost = exc.facts.get("object_id")

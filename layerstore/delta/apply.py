@@ -99,7 +99,7 @@ def _checked(delta: DeltaFolder, held: Mapping[str, GatheredSource], folder: Pat
         if name not in held:
             raise LayoutMismatch(
                 f"{folder} has no tensor {name!r}, which the delta names; nothing was changed",
-                hint="is it an export of the same model?",
+                hint="apply it to an export of its model",
             )
     # The target's checksum is accepted, too, since an apply that was killed may be repeated.
     expected = {name: {tensor.base, tensor.target} for name, tensor in delta.tensors.items()}

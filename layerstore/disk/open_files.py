@@ -354,7 +354,9 @@ class OpenFile:
             state = os.fstat(fd)
             if not stat.S_ISREG(state.st_mode) or state.st_size != self.size_bytes:
                 raise IntegrityError(
-                    f"{self.path} was replaced by something else while it was read", path=str(self.path)
+                    f"{self.path} was replaced by something else while it was read",
+                    hint="repeat the command",
+                    path=str(self.path),
                 )
             # The number stays, since other threads hold it and may be reading, too.
             os.dup2(fd, self.fd, inheritable=False)

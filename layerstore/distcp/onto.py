@@ -207,13 +207,13 @@ class _Reading:
     def _notes(self, updates_since: UpdatesSince, paths: set[str]) -> Iterator[str]:
         if updates_since.updates:
             yield (
-                f"everything but weights and moments comes from {self._called}, such as random states and loss scale; "
+                f"everything but weights and moments, such as random states and loss scale, comes from {self._called}; "
                 f"steps, and a schedule that DeepSpeed keeps, are advanced by {updates_since.updates}"
             )
             beside = sorted({path for path in paths if path.rpartition("/")[2] in SCHEDULES})
             if beside:
-                behind = f"{updates_since.updates} steps behind"
-                yield f"{beside[0]} comes from {self._called}, {behind}: set the schedule yourself"
+                earlier = f"{updates_since.updates} steps earlier"
+                yield f"{beside[0]} comes from {self._called}, {earlier}: set the schedule yourself"
         rounded = [
             wanted for wanted in self._wanted.values() if wanted.is_rounded and wanted.tensor.dtype != wanted.dtype
         ]

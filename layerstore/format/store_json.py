@@ -142,7 +142,7 @@ def _parse(data: bytes, what: str) -> dict[str, Any]:
 def _damaged(what: str, reason: str) -> IntegrityError:
     return IntegrityError(
         f"{what} is damaged: {reason}; the objects and commits are not affected",
-        hint="put back a copy of this file; it never changes after init",
+        hint="put back a copy; only a migration changes it after init",
     )
 
 

@@ -92,9 +92,9 @@ class GcRequest:
 
     def __post_init__(self) -> None:
         if not isinstance(self.confirmed, GcOutcome | None):
-            raise InvalidInput(f"confirmed is {self.confirmed!r}", hint="pass what gc(dry_run=True) returned")
+            raise InvalidInput(f"confirmed cannot be {self.confirmed!r}", hint="pass what gc(dry_run=True) returned")
         if self.grace_seconds is not None and not 0 <= self.grace_seconds < math.inf:
-            raise InvalidInput(f"grace_seconds is {self.grace_seconds}", hint="pass seconds, like 3600, or None")
+            raise InvalidInput(f"grace_seconds cannot be {self.grace_seconds}", hint="pass seconds, like 3600, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

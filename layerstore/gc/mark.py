@@ -101,7 +101,7 @@ class Marks:
                     command = f"layerstore drop {typed(holder_name)}"
                 raise IntegrityError(
                     f"{holder_name} stays, but is incomplete: {exc}",
-                    hint=f"layerstore repair --from COPY may heal it; {command} gives it up",
+                    hint=f"layerstore repair --from COPY may heal it; {command} removes it",
                 ) from exc
 
     @cached_property
@@ -305,7 +305,7 @@ def stranger(name: str, *, remote: str | None = None) -> IntegrityError:
     """Return the error for the file or folder *name* among records, pins or parts, in the store or in a *remote*."""
     place, lists = ("the store", "verify") if remote is None else ("the bucket", f"verify --remote {typed(remote)}")
     return IntegrityError(
-        f"{name} is not named as a record, pin or part is, so what it needs is unknown",
+        f"{name} is not named like a record, pin or part, so what it needs is unknown",
         hint=f"give it back its name, or move it out of {place}; layerstore {lists} lists all such files",
     )
 
@@ -324,7 +324,7 @@ def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may he
             # A renamed record needs only its old name; if the rename overwrote another record, that one needs a copy.
             exc.hint if "written_as" in exc.facts else None,
             f"layerstore repair --from COPY {copy_helps}",
-            gives_up and f"{gives_up} gives it up{' if it is a copy' if 'written_as' in exc.facts else ''}",
+            gives_up and f"{gives_up} removes it{' if it is a copy' if 'written_as' in exc.facts else ''}",
         )
         hint = "; ".join(filter(None, remedies))
         raise IntegrityError(f"cannot tell what {called} needs: {exc}", hint=hint) from exc

@@ -126,9 +126,7 @@ class Facts:
                 waits_for_log=is_tip and best is not None and not metrics,
             )
         if row_of(commit) != row:  # the record is sound, so the hint must not advise dropping it
-            raise IntegrityError(
-                f"the index tells {row.run}@{row.step} differently than its record does", hint="layerstore reindex"
-            )
+            raise IntegrityError(f"the index contradicts the record of {row.run}@{row.step}", hint="layerstore reindex")
         return fact
 
     def candidate(self, row: RecordRow, view: RunView, *, is_in_history: bool) -> Candidate:
@@ -227,7 +225,7 @@ def _fates(facts: Facts, view: RunView, keep: Keep | None, pins: Pins, now_ns: i
     for row in rows:
         kept_by = (NOT_REQUESTED,) if keep is None else reasons[row.id]
         if not kept_by and row.id in ahead:
-            kept_by = ("further than the newest attempt",)
+            kept_by = ("beyond the newest attempt",)
         if not kept_by and row.id in busy:
             kept_by = ("a job is saving its attempt",)
         if not kept_by and blind is not None:

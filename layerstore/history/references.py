@@ -96,7 +96,10 @@ def locate(
     # If a run and a pin with the same name were made at the same moment, the run takes precedence.
     if reference.name in pins and not repo.records.names(reference.name):
         if reference.back or reference.step is not None:
-            raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
+            raise InvalidInput(
+                f"{reference.name!r} is a pin: it refers to one commit and takes no ~ or @",
+                hint=f"layerstore show {typed(reference.name)}",
+            )
         return Resolved.of_pin(repo.records.read_pin(reference.name))
     if begins_id(text) and not repo.records.names(text) and (row := _by_id(repo, text)) is not None:
         return row

@@ -99,7 +99,7 @@ def _notes(
     tip = None if view is None else next(view.history(record.attempt), None)
     is_whole = saved == len(record.layers)
     if not is_new and WITHOUT_MOMENTS in record.flags:
-        yield f"{reference} is stored without its moments, which a collection has dropped; --replace stores them again"
+        yield f"{reference} is stored without its moments, which gc has removed; --replace stores them again"
     elif not is_new and not is_whole and record.policy.name != options.policy.name:
         yield (
             f"{reference} was saved under policy {record.policy.name}: {saved} of its {len(record.layers)} layers are "
@@ -109,8 +109,8 @@ def _notes(
         yield f"{reference} was saved in precision {record.precision}; --replace stores it as {options.precision}"
     elif is_new and not is_whole and not options.replace and tip is not None and tip.step > record.step:
         yield (
-            f"{reference} was filled in below {record.run}@{tip.step}: policy {record.policy.name} "
-            "counted it as the newest save, and steps above it inherit nothing from it"
+            f"{reference} was ingested after {record.run}@{tip.step}: policy {record.policy.name} "
+            "counted it as the newest save, and later steps inherit nothing from it"
         )
     if count := len(writer.damaged):
         were = "object in the store was" if count == 1 else "objects in the store were"
@@ -129,7 +129,7 @@ def _exact_notes(layers: Sequence[str]) -> Iterator[str]:
     """Yield a note on *layers*, if any, which were to be compact but are kept exactly."""
     if layers:
         others = f" and {len(layers) - 1} more are" if len(layers) > 1 else " is"
-        yield f"{layers[0]}{others} kept exactly: no earlier version is whole, exact and cut for as many ranks"
+        yield f"{layers[0]}{others} kept exactly: no intact, exact version has the same number of ranks"
 
 
 @contextlib.contextmanager
@@ -302,7 +302,7 @@ class _Ingest:
                     drop = f"layerstore drop {self.run}@{self.checkpoint.step}"
                     raise IntegrityError(
                         f"{problem}; it may be this very save, so nothing was changed",
-                        hint=f"layerstore repair --from COPY may heal it; {drop} gives it up",
+                        hint=f"layerstore repair --from COPY may heal it; {drop} removes it",
                     )
             if options.pin is not None:
                 check_pin_means(self.repo, options.pin, commit_id(record))
@@ -332,7 +332,7 @@ class _Ingest:
             if damaged not in {stored.id for layer in compact.older for stored in compact.references(layer)}:
                 raise
             raise IntegrityError(
-                f"object {damaged} is damaged, which {self.run}'s compact saves refer to; nothing was changed",
+                f"object {damaged}, which {self.run}'s compact saves refer to, is damaged; nothing was changed",
                 hint="layerstore repair --read-data --from COPY, or ingest again the checkpoint that it came from; "
                 "--precision exact saves without it",
                 object_id=damaged,

@@ -52,7 +52,9 @@ def read_source(repo: Repository, path: Path, options: IngestOptions) -> IngestS
         is_distributed = folder.is_dir() and distributed_at(folder) is not None
         source = (_standalone if is_distributed else _of_deepspeed)(repo, path, options)
     if not source.checkpoint.layers:
-        raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
+        raise SourceCheckpoint(
+            f"{path} holds no parameters: there is nothing to keep", hint="give the folder of a model's checkpoint"
+        )
     # Check this once the step is known, but before anything is written.
     if options.pin is not None:
         check_pin_free(repo, options.pin, run=source.run, step=source.checkpoint.step)
@@ -75,7 +77,7 @@ def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> Inges
     if kept and not isinstance(options.policy, Latest):
         raise Unsupported(
             f"policy {options.policy.name} saves some layers at a time, but the optimizer of {path} keeps {kept}, "
-            "which cannot be cut into layers",
+            "which cannot be split by layer",
             hint="ingest it with policy full",
         )
     return IngestSource(run=run, checkpoint=checkpoint, transfer=partial(transfer, repo, checkpoint))

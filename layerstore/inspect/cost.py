@@ -114,7 +114,7 @@ class Training:
         if self.steps < self.every:
             raise InvalidInput(
                 f"a run of {self.steps:,} steps ends before step {self.every:,}, its first save",
-                hint="--steps, --save-every",
+                hint="raise --steps, or lower --save-every",
             )
         if not 0 < self.trainable <= 1:
             raise InvalidInput(f"the trained share cannot be {self.trainable}", hint="a share like 0.5% or 1")
@@ -124,7 +124,7 @@ class Training:
         if not (isfinite(self.step_seconds) and self.step_seconds > 0 and min(rates) > 0):
             raise InvalidInput(
                 "step time and write rates must be above 0, and the step time finite",
-                hint="--step-seconds, --bandwidth, --copy-rate",
+                hint="correct --step-seconds, --bandwidth or --copy-rate",
             )
         Keep(last=self.keep_last, every=self.keep_every)  # raises InvalidInput for invalid rules
         keyframes(self.precision, self.exact_every)  # raises InvalidInput, too

@@ -313,8 +313,8 @@ def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iter
     else:
         yield f"the optimizer is Adam: a master and two moments, {per_element}"
     yield (
-        f"{TRAINER} also gathers the weights, {weights.bytes} bytes a parameter ({weights.torch_name}); where they are "
-        f"just the rounded masters {LAYERSTORE} does not store them"
+        f"{TRAINER} also gathers the weights, {weights.bytes} bytes a parameter ({weights.torch_name}); "
+        f"{LAYERSTORE} does not store them where they are just the rounded masters"
     )
     if training.trainable != 1:
         yield f"{float(training.trainable):.3%} of every layer is trained"

@@ -146,13 +146,14 @@ def _layers(repo: Repository, commit: Commit, pool: Threads) -> tuple[int, list[
 
     layers = list(pool.map(size_of, commit.record.layers))
     lost = sum(not is_whole for _, is_whole in layers)
-    problems = [f"{lost} of {len(layers)} layers of step {commit.step} are not whole"] if lost else []
+    are = "is" if lost == 1 else "are"
+    problems = [f"{lost} of {len(layers)} layers of step {commit.step} {are} not intact"] if lost else []
     try:
         states = sum(repo.objects.find(ref) is None for ref in commit.record.states)
     except IntegrityError:  # cut short
         states = 1
     if states:
-        problems.append(f"rank states of step {commit.step} are not whole")
+        problems.append(f"rank states of step {commit.step} are not intact")
     return sum(size_bytes for size_bytes, _ in layers), problems
 
 

@@ -15,7 +15,7 @@ from layerstore.live.attachable import Attachable, trained_and_levels
 from layerstore.live.engine import Engine, NotPlain
 from layerstore.live.levels import Levels, OpenLevels, make_levels, open_levels
 from layerstore.live.log import LOG
-from layerstore.live.ranks import AttemptLock, Exchange, place_resumed
+from layerstore.live.ranks import ONE_STORE_HINT, AttemptLock, Exchange, place_resumed
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.policy import chosen_policy
@@ -161,7 +161,10 @@ def _agreed(
     settings = exchange.texts(_same_on_all_ranks(options, run))
     for rank, other in enumerate(settings):
         if other != settings[0]:
-            raise InvalidInput(f"the ranks have different settings: rank 0 has {settings[0]}; rank {rank} has {other}")
+            raise InvalidInput(
+                f"the ranks have different settings: rank 0 has {settings[0]}; rank {rank} has {other}",
+                hint="pass the same arguments on every rank",
+            )
     # Only now, so that no store is made for a job whose ranks disagree, or whose engine cannot be saved.
     if store is None:
         opened = open_levels(exchange, levels, run, makes=True)
@@ -180,7 +183,10 @@ def _agreed(
     stores = exchange.texts(f"{store.id} at {store.repo.name}")
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
-            raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
+            raise InvalidInput(
+                f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}",
+                hint=ONE_STORE_HINT,
+            )
     # Continue only if all ranks know the last commit: some may have failed to read it when the previous saver ended.
     know_it = exchange.sums([float(resumed is not None)]) == [exchange.size]
     return opened, resumed if know_it else None

@@ -100,8 +100,8 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
     with exchange.raise_on_all():
         if further and is_url(behind):
             raise InvalidInput(
-                f"{further[0]} comes after {behind}, where commits are made",
-                hint="if each node has its own first level, a bucket in second place must be the last",
+                f"{further[0]} cannot come after {behind}, a bucket",
+                hint="as each node has its own first level, end the list with the bucket",
             )
         if further and exchange.rank == 0:
             _take_over(Levels(behind, tuple(further)), run)
@@ -127,7 +127,7 @@ def _check_new(near: Path, behind: str, run: str) -> None:
     if mine is not None:
         raise Conflict(
             f"{near} has {run}@{mine.step}, but there is no store at {behind}, where commits are made",
-            hint="is it mounted? if it is gone for good, remove the first level of each node",
+            hint="mount it; if it is gone for good, list a new folder as the first level",
         )
 
 

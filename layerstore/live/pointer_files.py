@@ -105,7 +105,7 @@ def store_of(pointer: Pointer, saver: Saver | None) -> Store:
             raise  # a bucket is missing
         raise NoStore(
             f"the pointer leads to {pointer.name} in the store at {pointer.store}, which does not exist",
-            hint="if the store moved, link its old path, or pass the new one to layerstore.transformers.checkpoint",
+            hint="if the store moved, make its old path a link, or use layerstore.transformers.checkpoint",
         ) from exc
     if store.id != pointer.store_id:
         raise Conflict(
@@ -122,7 +122,7 @@ def check_same(exchange: Exchange, folder: Path, content: str) -> None:
         if text != texts[0]:
             raise IntegrityError(
                 f"the ranks cannot load {folder}: rank 0 finds {texts[0]} there, rank {rank} {text}",
-                hint="does every host see the same folder? layerstore.transformers.checkpoint makes a new one",
+                hint="use a folder that all hosts see; layerstore.transformers.checkpoint makes one",
             )
 
 
@@ -162,7 +162,7 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
 def _newest_instead(store: Store, view: RunView | None, pointer: Pointer) -> str:
     """Return the hint for a dangling pointer: usually the job was killed before the save was complete."""
     if store.repo.attempts_being_saved(pointer.run, [pointer.attempt]):
-        return f"a job is still saving attempt {pointer.attempt}: that save is incomplete or failed; try again"
+        return f"a job is still saving attempt {pointer.attempt}: the pointer's save is incomplete or failed; try later"
     if view is None or not view.visible:
         return f"the save was incomplete when the job ended, or was removed; {pointer.run} has no other commit"
     newest = f"{pointer.run}@{next(view.history(view.attempts[-1])).step}"
@@ -198,7 +198,7 @@ def checkpoint(
             opened = store_if_there(store)
             composite = None if opened is None else _composite_of(opened, ref, policy)
         if not exchange.is_same("" if composite is None else composite[0].commit):
-            raise Conflict("the ranks see different commits", hint="use RUN@STEP; is another job still saving?")
+            raise Conflict("the ranks see different commits", hint="use RUN@STEP: another job may still be saving")
         if opened is None or composite is None:
             if exchange.rank == 0:
                 log_nothing_yet(opened or store, ref)

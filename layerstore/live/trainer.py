@@ -48,7 +48,7 @@ class LayerstoreCallback(TrainerCallback):
         **options: Unpack[SaverKeywords],
     ) -> None:
         if every is not None and every < 0:
-            raise InvalidInput(f"every is {every!r}", hint="every=50 also saves at every fiftieth step")
+            raise InvalidInput(f"every cannot be {every!r}", hint="every=50 also saves at every fiftieth step")
         self.saver: Saver | None = None
         """None unless the Trainer is training."""
         self._levels = levels_of(store)

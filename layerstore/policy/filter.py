@@ -34,9 +34,9 @@ class Filter:
     half of the rest, in rotation.
     """
 
-    first: Annotated[int, Setting("blocks always due at the start", metavar="N")] = 2
+    first: Annotated[int, Setting("the first N blocks are always due", metavar="N")] = 2
     """Blocks at the start of each stack that are always due."""
-    last: Annotated[int, Setting("blocks always due at the end", metavar="N")] = 2
+    last: Annotated[int, Setting("the last N blocks are always due", metavar="N")] = 2
     """Blocks at the end of each stack that are always due."""
     share: Annotated[Fraction | int, Setting("how much of the rest at each turn", metavar="SHARE", read=_fraction)] = (
         Fraction(1, 2)

@@ -155,7 +155,7 @@ class Keep:
         }
         for name, value in numbers.items():
             if value is not None and (type(value) is not int or value < 1):
-                raise InvalidInput(f"{name} is {value!r}", hint="a whole number, 1 or more")
+                raise InvalidInput(f"the rule {name} cannot be {value!r}", hint="a whole number, 1 or more")
         _ = self.age, self.best_of
 
     @property
@@ -212,7 +212,7 @@ def chosen_keep(given: object) -> Keep | None:
     """Return *given* if it is rules or None; raise InvalidInput if it is neither."""
     if given is None or isinstance(given, Keep):
         return given
-    raise InvalidInput(f"keep is {given!r}", hint="say layerstore.Keep(last=3), or None to keep all")
+    raise InvalidInput(f"keep cannot be {given!r}", hint="say layerstore.Keep(last=3), or None to keep all")
 
 
 def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:

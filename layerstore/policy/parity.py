@@ -23,7 +23,7 @@ class Parity:
 
     fresh: Annotated[
         Literal["even", "odd"] | None,
-        Setting("the half of the base; at ingest, of the first save", default="even"),
+        Setting("the half that a full base, or a first save, supplies", default="even"),
     ] = None
     """
     The half that a composite's base supplies if the base is a full save, or the half due at a run's first save; by

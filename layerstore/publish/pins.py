@@ -54,7 +54,7 @@ def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
         try:
             old = repo.records.read_pin(name)
         except IntegrityError as exc:
-            raise IntegrityError(str(exc), hint=f"layerstore pin --delete {typed(name)} gives it up") from exc
+            raise IntegrityError(str(exc), hint=f"layerstore pin --delete {typed(name)} removes it") from exc
         if (old.record, old.base) == (new.record, new.base):
             return old
         raise _taken(repo, name, old.record)

@@ -109,7 +109,7 @@ def write_share(
                 staged[layer.layer] = tuple(sharing.objects(layer))
             except (IntegrityError, Overtaken) as exc:
                 if layer.layer in compact.older:
-                    exc.locate(f"what layer {layer.layer!r} refers to")
+                    exc.locate(f"the reference of layer {layer.layer!r}")
                 raise
         state = staging.state(share.state, joint.files())
         part = replace(
@@ -271,7 +271,7 @@ def parts_of(repo: Repository, joint: JointCommit, known: dict[int, Part]) -> li
         part = repo.parts.find(joint.session, joint.save, rank)
         # A part without state means that the rank failed; the part holds the reason instead of a share.
         if part is not None and part.state is None:
-            raise GivenUp(f"step {joint.step} is given up: rank {rank} could not write its share: {part.failure}")
+            raise GivenUp(f"rank {rank} could not write its share: {part.failure}")
         if part is not None:
             known[rank] = part
     return [known[rank] for rank in sorted(known)] if len(known) == joint.share.world_size else None
@@ -299,7 +299,9 @@ def join(
     """
     for part in parts:
         if part.agreement != parts[0].agreement:
-            raise LayoutMismatch(f"step {joint.step}: rank {part.rank} has saved a different model than rank 0")
+            raise LayoutMismatch(
+                f"rank {part.rank} has saved a different model than rank 0", hint="build the same model on every rank"
+            )
     lost = [
         layer.layer
         for layer in joint.share.layers
@@ -307,7 +309,7 @@ def join(
     ]
     if lost:
         raise GivenUp(
-            f"step {joint.step} is given up: the save that had layer {lost[0]!r} never became visible",
+            f"layer {lost[0]!r} has no version to inherit: the save that stored it failed, or gc removed it",
             hint=_STORED_AGAIN,
         )
     losses = joined_losses(layer for part in parts for layer in part.layers)
@@ -332,7 +334,7 @@ def join(
                 if entry.layer not in joint.due:
                     tx.inherit(entry)
         except (IntegrityError, Overtaken) as exc:
-            raise InheritedLayerLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+            raise InheritedLayerLost(exc.message, hint=_STORED_AGAIN) from exc
         observed = Observed(
             time_ns=time.time_ns(),
             bytes_new=tx.objects.bytes_new + sum(part.bytes_new for part in parts),
@@ -346,7 +348,7 @@ def join(
             _check_alone(repo, record, own, after=joint.place.after)
             return tx.commit(record, observed=observed).commit
         except Overtaken as exc:
-            raise GivenUp(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+            raise GivenUp(exc.message, hint=_STORED_AGAIN) from exc
 
 
 def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, after: int | None) -> None:
@@ -364,8 +366,9 @@ def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, 
         # A commit up to the step *after* may be an older one that was restored.
         if row.id not in own and (after is None or row.step > after):
             raise Conflict(
-                f"step {record.step} is given up: another job saves attempt {record.attempt} of run {record.run!r} too "
-                f"and has saved step {row.step} (commit {short_id(row.id)}); end one of the two, and resume the other"
+                f"another job saves attempt {record.attempt} of run {record.run!r} "
+                f"too and has saved step {row.step} (commit {short_id(row.id)})",
+                hint="end one of the two jobs, and resume the other",
             )
 
 

@@ -73,7 +73,7 @@ class Transaction:
         if not is_there:
             raise Overtaken(
                 f"the version of {entry.layer!r} that was to be inherited is gone; nothing was saved",
-                hint="repeat the command",
+                hint="try again",
             )
 
     def keep(self, record: CommitRecord) -> None:
@@ -84,7 +84,7 @@ class Transaction:
             if not (self.objects.claim(state) or self._reuse(state)):
                 raise Overtaken(
                     f"a rank's state of {record.run}@{record.step} is gone; nothing was saved",
-                    hint="repeat the command",
+                    hint="try again",
                 )
 
     def trust(self, parts: Sequence[Part]) -> None:
@@ -106,8 +106,8 @@ class Transaction:
             gone = sorted({part.rank for part in self._parts} - listed)
             if gone:
                 raise Overtaken(
-                    f"the share of rank {gone[0]} was collected, because the save was idle for too long",
-                    hint="repeat the command",
+                    f"gc removed the share of rank {gone[0]}: the save was idle for too long",
+                    hint="save again",
                 )
 
     def _reuse(self, blob: BlobRef) -> bool:

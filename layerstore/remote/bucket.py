@@ -215,7 +215,7 @@ class Bucket:
                 f"{self.url}: cannot list {folder}: the server says that there is no such place",
                 errno=errnos.EIO,
                 filename=self.url,
-                hint="an empty folder is listed as empty; is there a proxy in front of the server?",
+                hint="servers list empty folders too: look for a proxy in front of this one",
             )
         return sorted(entries, key=attrgetter("name"))
 
@@ -375,7 +375,12 @@ class Bucket:
                 hint=credentials_hint(self.url),
             )
         if _FULL.search(text):
-            return StorageIO(f"{self.url}: cannot {doing}: no room is left", errno=errnos.EDQUOT, filename=self.url)
+            return StorageIO(
+                f"{self.url}: cannot {doing}: no room is left",
+                errno=errnos.EDQUOT,
+                filename=self.url,
+                hint="make room there, and repeat the command",
+            )
         if not kind.endswith("Error") or isinstance(exc, (TypeError, ValueError, AttributeError, MemoryError)):
             return exc  # a bug in our code, or no memory for a thread
         return None if kind in _PASSING else self._unavailable(doing, exc)

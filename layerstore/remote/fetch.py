@@ -125,7 +125,7 @@ class Source:
         return IntegrityError(
             text if text.startswith(self.url) else f"{self.url}: {text}",
             hint=f"layerstore --store OTHER repair{option} --remote {typed(self.url)} puts it back, "
-            "if OTHER has a sound copy",
+            "if OTHER has an intact copy",
             object_id=ref.id,
             is_missing=is_missing,
             remote=self.url,

@@ -119,7 +119,7 @@ def _make_mirror(layout: Layout, files: Files, identity: StoreIdentity) -> None:
             f"the cache of remotes cannot be written to: {exc}",
             errno=errno,
             filename=path,
-            hint=f"name a folder of your own: {FOLDER_VARIABLE}",
+            hint=f"set {FOLDER_VARIABLE} to a folder of your own",
         ) from exc
 
 

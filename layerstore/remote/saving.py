@@ -306,8 +306,8 @@ class BucketWriter(ObjectWriter):
             self._looked_at = hours_on()
             for ref in self._lost(counts_named=True):
                 raise Overtaken(
-                    f"object {ref.id}, which was there when this began, was removed meanwhile; nothing was saved",
-                    hint="repeat the command",
+                    f"object {ref.id}, which was there before, was removed meanwhile; nothing was saved",
+                    hint="try again",
                 )
 
     def _is_in_time(self) -> bool:
@@ -380,8 +380,8 @@ class BucketParts(PartStore):
                 continue
             if entry.modified_ns < old_ns:
                 raise Overtaken(
-                    f"the share of rank {match[1]} may be collected, because the save was idle for too long",
-                    hint="repeat the command",
+                    f"gc may remove the share of rank {match[1]}: the save was idle for too long",
+                    hint="save again",
                 )
             ranks.add(int(match[1]))
         return ranks

@@ -220,7 +220,10 @@ def plan_optimizer(
     kept = undivided(state)
     if kept:
         [called] = references_to(repo, [base])
-        raise LayoutMismatch(f"the optimizer of {called} keeps {kept}, which cannot be cut into parameters")
+        raise LayoutMismatch(
+            f"the optimizer of {called} keeps {kept}, which cannot be split by parameter",
+            hint="use --format shards at the base's own world size",
+        )
     if base.stage != STAGE_3:
         state = as_stage_3(state)  # parameters in the order in which the optimizer was given them
     layers = zip(composition.layers, versions, strict=True) if adam_step == "per-layer" else ()
@@ -234,10 +237,10 @@ def plan_optimizer(
 
 
 def check_has_moments(base: CommitRecord) -> None:
-    """Raise LayoutMismatch if a collection has dropped the moments of *base*."""
+    """Raise LayoutMismatch if gc has removed the moments of *base*."""
     if WITHOUT_MOMENTS in base.flags:
         raise LayoutMismatch(
-            f"{base.run}@{base.step} no longer has optimizer moments: a collection has dropped them",
+            f"{base.run}@{base.step} no longer has optimizer moments: gc has removed them",
             hint="its weights remain: export them (--format hf), start anew (--moments fresh), or use a newer step",
         )
 

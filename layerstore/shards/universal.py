@@ -35,6 +35,9 @@ LATEST_UNIVERSAL = "latest_universal"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """The moments that DeepSpeed's loader requires; the loader supports no optimizer but Adam."""
 
+_SHARDS = "--format shards --world-size N fits any number of ranks"
+"""The hint about optimizers that DeepSpeed's loader cannot load."""
+
 _MODEL_STATES = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _MODEL_STATES_OF_STAGES_1_AND_2 = "mp_rank_00_model_states.pt"
 
@@ -87,8 +90,8 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     notes += [*optimizer.notes, *_notes(slices, optimizer)]
     if is_dealt(TreeView.of(base_state.model), outer_optimizer(base_state)):
         notes.append(
-            "DeepSpeed loads it into the wrong places under round_robin_gradients, which the base was trained with: "
-            "unset it, or compose --format shards --world-size N"
+            "under round_robin_gradients, which the base was trained with, DeepSpeed loads this export into the wrong "
+            "places: unset it, or compose --format shards --world-size N"
         )
     own_names = composition.own_parameters(ranks.versions)
     beside = [
@@ -120,7 +123,7 @@ def _check_adam(repo: Repository, composition: Composition, optimizer: Optimizer
             raise LayoutMismatch(
                 f"the optimizer of {called} keeps {', '.join(states) or 'no moments'} of {name!r}: DeepSpeed's loader "
                 f"of universal checkpoints knows {' and '.join(_MOMENTS)}",
-                hint="--format shards --world-size N fits any number of ranks",
+                hint=_SHARDS,
             )
 
 
@@ -151,7 +154,7 @@ def _step(state: RankState) -> Tree:
     for _, kept in inner_optimizer(state)["state"].children():
         if STEP in kept.mapping():
             return kept.mapping()[STEP]
-    raise LayoutMismatch("the base's optimizer counts no updates, which DeepSpeed's loader asks for")
+    raise LayoutMismatch("the base's optimizer counts no updates, which DeepSpeed's loader asks for", hint=_SHARDS)
 
 
 def _optimizer_state(folder: str, state: RankState, optimizer: OptimizerState) -> OutputFile:

@@ -351,7 +351,7 @@ class Staging:
             raise Unsupported(
                 f"{self._source}: all that is not a layer takes {len(data)} bytes in small pieces, "
                 f"at most {BLOB_BYTES_MAX} are supported",
-                hint="are there thousands of small files in the checkpoint's folder that do not belong to it?",
+                hint="keep fewer small files, and less in client_state",
             )
         ref = ref_of(data)
         self._writer.put(data, ref)

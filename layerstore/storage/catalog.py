@@ -237,7 +237,7 @@ class Catalog:
         """
         view = self.find(run)
         if view is None and run in self._records.pin_names():
-            raise NotFound(f"{run!r} is a pin, not a run", hint=f"layerstore show {typed(run)} shows what it means")
+            raise NotFound(f"{run!r} is a pin, not a run", hint=f"layerstore show {typed(run)} shows what it refers to")
         if view is None:
             raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs(run), name=run)
         return view

@@ -301,8 +301,8 @@ class ObjectWriter:
         lost = [ref for ref in self._found if not self.put_back(ref)]
         if lost:
             raise Overtaken(
-                f"object {lost[0].id}, which was there when this began, was removed meanwhile; nothing was saved",
-                hint="repeat the command",
+                f"object {lost[0].id}, which was there before, was removed meanwhile; nothing was saved",
+                hint="try again",
             )
         # The folders of reused objects, too: the writer of such an object may have died before its fsync.
         folders = sorted(

@@ -277,7 +277,7 @@ def check_free(path: Path, files: Files) -> Layout:
             f"{path} is a store already; nothing was changed", hint=f"layerstore log --store {typed(str(path))}"
         )
     if files.exists(layout.root) and not files.is_directory(layout.root):
-        raise AlreadyExists(f"{path} is there and is not a folder", hint="choose another path")
+        raise AlreadyExists(f"{path} exists and is not a folder", hint="choose another path")
     sign = sign_of_a_store(layout, files)
     if sign is not None:
         raise hinted(lost_identity(path, sign), layout, files)
@@ -360,7 +360,7 @@ def _check_folders(layout: Layout, files: Files) -> None:
         if not files.is_directory(folder):
             raise IntegrityError(
                 f"{folder} is not a folder of the store but a link or file; nothing was read or changed",
-                hint="remove it, or put the folder back",
+                hint="replace it with the folder itself",
             )
         if files.device(folder) != device:
             raise InvalidInput(
@@ -389,7 +389,7 @@ def index_directory(layout: Layout, *, store_id: str) -> Path:
         if kind is not None:
             raise InvalidInput(
                 f"{INDEX_DIR_VARIABLE} is {chosen}, which is on {kind}: an LMDB index must be on a local disk",
-                hint="name a folder on a disk of this node, such as one below /tmp",
+                hint="set it to a folder on a disk of this node, such as one in /tmp",
             )
         return Path(chosen).absolute() / _name(layout, store_id)
     if network_filesystem(layout.root) is not None:

@@ -74,7 +74,10 @@ class Trash:
         return self._records.decode(data, name)
 
     def _gone(self, name: RecordName) -> NotFound:
-        return NotFound(f"{name.run}@{name.step} (commit {short_id(name.id)}) is no longer in the trash")
+        return NotFound(
+            f"{name.run}@{name.step} (commit {short_id(name.id)}) is no longer in the trash",
+            hint="if it is not back already, ingest its checkpoint again",
+        )
 
     def modified_ns(self, name: RecordName) -> int:
         """Return when the record *name* was moved to the trash; 0 if it is gone."""

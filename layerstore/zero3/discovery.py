@@ -155,7 +155,10 @@ def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
         raise SourceCheckpoint(f"{path} {what}; a ZeRO checkpoint is a folder", hint=hint)
     if _is_tag_folder(path):
         if tag is not None and tag != path.name:
-            raise InvalidInput(f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for")
+            raise InvalidInput(
+                f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for",
+                hint="leave --tag out, or give the folder above",
+            )
         return path.parent, path.name
     tags = _tags(path)
     if not tags:
@@ -358,7 +361,9 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
             path = current / name
             count += 1
             if count > SOURCE_FILES_MAX:
-                raise InvalidInput(f"{folder} holds more than {SOURCE_FILES_MAX} files; is it the right folder?")
+                raise InvalidInput(
+                    f"{folder} holds more than {SOURCE_FILES_MAX} files", hint="give the checkpoint's own folder"
+                )
             if not is_text(name):
                 notes.append(f"ignored {os.fsencode(path)!r}: its name is not UTF-8")
                 continue
@@ -427,7 +432,7 @@ def shards_of_index(path: Path) -> set[str]:
     """Return the files that an index of sharded weights lists; raises SourceCheckpoint if it is malformed."""
     names = _json_at(path, "weight_map")
     if not isinstance(names, dict):
-        raise SourceCheckpoint(f"{path} is not the index of sharded weights", hint="was the save interrupted?")
+        raise SourceCheckpoint(f"{path} is not the index of sharded weights")
     return {str(name) for name in names.values()}
 
 
@@ -440,7 +445,7 @@ def _json_at(path: Path, key: str) -> object:
     try:
         return parse_json(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))[key]
     except (ValueError, TypeError, KeyError) as exc:
-        raise SourceCheckpoint(f"{path} has no {key}: {exc}", hint="was the save interrupted?") from exc
+        raise SourceCheckpoint(f"{path} has no {key}: {exc}") from exc
 
 
 def checked_step(step: object, path: PurePath) -> int:

@@ -243,7 +243,7 @@ def agreed(ranks: list[RankSource]) -> Common:
         counts = [view.integer() for _, view in stated.children()] if rank.has_whole_model else [stated.integer()]
         for count in counts:
             if count != other.dp_world_size:
-                raise _mixed(folder, f"the optimizer was cut for {count} ranks, the model for {other.dp_world_size}")
+                raise _mixed(folder, f"the optimizer is for {count} ranks, the model for {other.dp_world_size}")
         for field in fields(Common):
             ours, others = getattr(first, field.name), getattr(other, field.name)
             if ours != others:

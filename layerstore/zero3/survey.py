@@ -86,7 +86,7 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
         names = list_folder(folder)
         count += len(names)
         if count > SOURCE_FILES_MAX:
-            raise InvalidInput(f"{top} holds more than {SOURCE_FILES_MAX} files; is it the right folder?")
+            raise InvalidInput(f"{top} holds more than {SOURCE_FILES_MAX} files", hint="give a smaller folder")
         kind = folder_kind(names)
         pointer = read_pointer(_model_file(folder) if kind in READABLE else folder / FSDP_MODEL)
         if pointer is not None:

@@ -183,14 +183,14 @@ def test_the_hosts_of_a_store_are_told(tmp_path: Path, monkeypatch: pytest.Monke
 
     if kind == "nfs4":
         assert [each.text for each in alone] == [
-            "no other host has locked this store yet; after layerstore reindex there, its name must appear here"
+            "no other host has locked this store yet; run layerstore reindex on one: doctor must then name it"
         ]
         assert finding.verdict == "ok"
         assert finding.text.startswith("seen here: ")
     else:
         assert alone == []
         assert finding.verdict == "note"
-        assert "a copy, or this host serves it to others" in finding.text
+        assert "it is a copy, or served by this host" in finding.text
 
 
 def test_an_index_that_is_forced_onto_a_network_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ def test_drop_hides_one_commit(run: Run, store: Path) -> None:
     assert outcome.code == 0
     assert outcome.out.startswith("dropped sft@2 (commit ")
     assert "kept by 1 pin: best" in outcome.out
-    assert "sft still means sft@4" in outcome.out
+    assert "sft still refers to sft@4" in outcome.out
     assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4]
     assert run("drop", "sft@2", "--store", store).code == 13
 
@@ -36,7 +36,7 @@ def test_drop_dry_run_changes_nothing(run: Run, store: Path) -> None:
 
 def test_dropping_the_newest_moves_the_name(run: Run, store: Path) -> None:
     """The run then means what was saved before it."""
-    assert "sft then means sft@2" in run("drop", "sft", "--store", store).out
+    assert "sft then refers to sft@2" in run("drop", "sft", "--store", store).out
 
 
 def test_a_pin_is_refused_and_the_last_commit_is_not(run: Run, store: Path) -> None:
@@ -141,7 +141,7 @@ def test_several_come_back_as_they_went(run: Run, store: Path) -> None:
 
     assert ([outcome.code for outcome in bad], empty) == ([2, 13, 13], [])
     assert [commit["step"] for commit in both] == [2, 4]
-    assert people.out == "2 commits are back: sft@2, sft@4\nsft now means sft@4\n"
+    assert people.out == "2 commits are back: sft@2, sft@4\nsft now refers to sft@4\n"
     assert (again.code, again.err.splitlines()[0]) == (13, "error: no commit of 'sft' is in the trash")
     assert list(one) == ["schema", "run", "step", "attempt", "commit"]
     assert {"schema": 1, **both[1]} == one
@@ -196,11 +196,11 @@ def test_attempts_of_a_dropped_step_are_told_apart(run: Run, store: Path, checkp
     assert (neither.code, neither.err.splitlines()[0]) == (13, "error: sft~1@4 is not in the trash")
     assert {f"{first} of attempt 1", f"{second} of attempt 2"} <= set(re.split(": |, |; ", neither.err.splitlines()[1]))
     assert (back.code, other.code) == (0, 0)
-    assert other.out == f"sft~1@4 is back (commit {first})\nsft now means sft@4\n"
+    assert other.out == f"sft~1@4 is back (commit {first})\nsft now refers to sft@4\n"
 
 
 def test_what_cannot_be_read_is_given_up_by_its_name_alone(run: Run, store: Path) -> None:
-    """With others too; a whole run is refused, with the command that gives it up first."""
+    """With others too; a whole run is refused, with the command that removes it first."""
     [record] = (store / "commits" / "sft").glob("4.*")
     record.chmod(0o644)
     record.write_bytes(b"damaged")
@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_given_up_by_its_name_alone(run: Run, store: Path
     planned = run("drop", "sft@2", "sft@4", "--dry-run", "--json", "--store", store).fields
     done = run("drop", "sft@2", "sft@4", "--store", store)
 
-    assert (refused.code, " drop sft@4 gives it up" in refused.err) == (20, True), refused.err
+    assert (refused.code, " drop sft@4 removes it" in refused.err) == (20, True), refused.err
     assert [commit["step"] for commit in planned["commits"]] == [2]
     assert planned["given_up"] == [record.name.removeprefix("4.")]
     assert done.out.startswith("gave up sft@4 ")

@@ -91,9 +91,7 @@ MISTAKES = [
     Mistake("ingest SOURCE/global_step", 21, "does not exist", "did you mean SOURCE/global_step"),
     Mistake("ingest nope", 21, "does not exist; a ZeRO checkpoint is a folder", "the training run saved to"),
     Mistake("compose -o .layerstore/inside", 2, "is inside the store", "choose a path outside the store with -o"),
-    Mistake(
-        "report -o mix.yaml", 14, "mix.yaml is there and is not a report; nothing was changed", "choose another -o"
-    ),
+    Mistake("report -o mix.yaml", 14, "mix.yaml exists and is not a report; nothing was changed", "choose another -o"),
     Mistake("report -o pgae/report.html", 2, "there is no folder pgae for a report", "mkdir -p pgae"),
     Mistake("estimate meta-llama/Llama-3.1-8B", 2, "estimate downloads nothing", "hf download meta-llama/Llama-3.1-8B"),
     Mistake("estimate gone", 13, "gone is not a file or folder", "runs here: sft"),
@@ -154,7 +152,7 @@ MISTAKES = [
     Mistake("compose --adam-step no", 2, "--adam-step: 'no' is not one of 'unify', 'per-layer'", "compose --help"),
     Mistake("log -n ten", 2, "--limit ten is not a whole number", "layerstore log --help"),
     Mistake("log --limit", 2, "option '--limit' requires an argument", "hint: layerstore log --help"),
-    Mistake("gc --keep-last 0", 2, "keep last is 0", "a whole number, 1 or more"),
+    Mistake("gc --keep-last 0", 2, "keep last cannot be 0", "a whole number, 1 or more"),
     Mistake("gc --keep-best eval_loss:x", 2, "'eval_loss:x' does not name the best", "METRIC[:N][:min|max]"),
     Mistake("gc --keep-best f1", 2, "no commit has the metric 'f1'", "no metrics at all"),
     Mistake("gc --grace soon", 2, "'soon' is not a duration", "36h"),
@@ -204,7 +202,7 @@ MISTAKES = [
         "estimate MODEL --price 1,2,3", 2, "invalid --price '1,2,3': 3 instead of two values", "--price 0.023,2.50"
     ),
     Mistake("estimate MODEL --price 1,-4", 2, "a price cannot be -4.0", "--price 0.023,2.50"),
-    Mistake("estimate MODEL --keep-last 0 --price 1,1", 2, "keep last is 0", "a whole number, 1 or more"),
+    Mistake("estimate MODEL --keep-last 0 --price 1,1", 2, "keep last cannot be 0", "a whole number, 1 or more"),
     Mistake("estimate none", 2, "no such file or folder: none, and no store at", "name a store", has_store=False),
     Mistake(
         "estimate empty", 2, "empty holds neither ZeRO shards nor a config.json", "needs no config", has_store=False

@@ -256,7 +256,7 @@ def test_a_cache_that_makes_no_sense_is_told(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(tmp_path / "file"))
     outcome = run("--store", url, "log", "--json")
-    assert (outcome.code, outcome.error["hint"]) == (1, "name a folder of your own: LAYERSTORE_CACHE_DIR")
+    assert (outcome.code, outcome.error["hint"]) == (1, "set LAYERSTORE_CACHE_DIR to a folder of your own")
 
 
 _KEYS = [

@@ -65,7 +65,7 @@ def test_what_is_lost_is_told_with_the_way_out(run: Run, store: Path, checkpoint
     assert "intact" not in of_one.out  # the other steps were not looked at
     assert verify.err.splitlines()[-1].endswith(" repair --dry-run says what can be done")
     assert (people.code, programs.code) == (20, 20)
-    assert "lost of sft@4: 1 layer, model.layers.1" in people.out
+    assert "lost from sft@4: 1 layer, model.layers.1" in people.out
     assert "; ingest the checkpoint of sft@4 again; " in people.err.splitlines()[-1]
     assert programs.fields["reingest"] == ["sft@4"]
     assert programs.fields["lost"] == [{"commit": "sft@4", "layers": ["model.layers.1"], "everything": False}]
@@ -87,13 +87,13 @@ def test_a_lost_record_is_given_up_by_name(run: Run, store: Path) -> None:
     pin = run("gc", "--store", store)
 
     assert (repaired.code, programs.code, blocked.code, pin.code) == (20, 20, 20, 20)
-    assert "sft@4 cannot be read, and gc removes nothing until it is healed or given up" in repaired.out
+    assert "sft@4 cannot be read, and gc removes nothing until it is healed or removed" in repaired.out
     assert programs.fields["unreadable"] == ["sft@4", "best"]
-    assert repaired.err.splitlines()[-1].endswith(" drop sft@4 gives it up")
-    assert " drop sft@4 gives it up" in blocked.err
+    assert repaired.err.splitlines()[-1].endswith(" drop sft@4 removes it")
+    assert " drop sft@4 removes it" in blocked.err
     assert "nothing was changed" in planned.out
     assert len(given_up.fields["given_up"]) == 1
-    assert " pin --delete best gives it up" in pin.err
+    assert " pin --delete best removes it" in pin.err
     assert run("pin", "--delete", "best", "--store", store).code == 0
     assert run("gc", "--store", store).code == 0
     assert run("drop", "sft@4", "--store", store).code == 13
@@ -109,7 +109,7 @@ def test_what_is_to_be_typed_can_be_typed_whatever_names_hold(run: Run, store: P
 
     blocked = run("gc", "--store", store)
     [line] = [line for line in blocked.err.splitlines() if line.startswith("hint: ")]
-    words = shlex.split(line.removeprefix("hint: ").partition(" gives it up")[0].rpartition("; ")[2])
+    words = shlex.split(line.removeprefix("hint: ").partition(" removes it")[0].rpartition("; ")[2])
 
     assert words[-2:] == ["drop", f"{name}@4"]
     assert run(*words[1:]).code == 0

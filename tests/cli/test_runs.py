@@ -55,7 +55,7 @@ def test_problems_follow_the_table(run: Run, store: Path) -> None:
     assert outcome.code == 0
     assert lines[1].split()[-1] == "problem"
     assert lines[3].startswith("sft: ")
-    assert "layers of step 4 are not whole" in lines[3]
+    assert "layers of step 4 are not intact" in lines[3]
 
 
 def test_no_run_is_no_failure_but_two_stores_are(run: Run, store: Path, tmp_path: Path) -> None:

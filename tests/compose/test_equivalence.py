@@ -186,7 +186,7 @@ def test_a_save_that_a_policy_decided_keeps_its_number(source: Path, tmp_path: P
         late = store.ingest(source / "30", run="sft", policy="parity")
 
         assert [store.show(f"sft@{step}").save_number for step in (20, 30, 40)] == [0, 1, 0]
-        assert late.notes[-1].startswith("sft@30 was filled in below sft@40: policy parity counted it as the newest")
+        assert late.notes[-1].startswith("sft@30 was ingested after sft@40: policy parity counted it as the newest")
         assert {age.step for age in store.compose("sft@30").staleness.layers} == {20, 30}
 
 

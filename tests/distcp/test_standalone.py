@@ -198,7 +198,7 @@ def test_a_value_of_an_unknown_class_is_refused(store: Store, tmp_path: Path) ->
     """Nothing of it is run."""
     folder, before = folder_of(tmp_path, {**trained(), "mine": Custom()}), snapshot(store)
 
-    with pytest.raises(SourceCheckpoint, match=r"globals that are on no list: .*Custom"):
+    with pytest.raises(SourceCheckpoint, match=r"unknown globals: .*Custom"):
         store.ingest(folder)
 
     assert snapshot(store) == before

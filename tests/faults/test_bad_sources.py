@@ -287,7 +287,7 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     (_swapped("optim"), "was saved as", LayoutMismatch),
     (_renamed("optim", "bf16_", ""), "bf16_", LayoutMismatch),
     # Trees.
-    (_model(mine=Inert(name="my.Config")), "names globals that are on no list: my.Config", SourceCheckpoint),
+    (_model(mine=Inert(name="my.Config")), "names unknown globals: my.Config", SourceCheckpoint),
     (_without("model", "param_shapes"), "", SourceCheckpoint),
     (_without("model", "module"), "lacks module", SourceCheckpoint),
     (_without("model", "global_steps"), "", SourceCheckpoint),
@@ -303,7 +303,7 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
 
 STAGE_2: list[tuple[Callable[[Any], object], str, str, type[LayerstoreError]]] = [
     # What is changed, in the files of what, the words, the kind.
-    (lambda tree: tree.update(partition_count=[2, 3]), "optim", "was cut for 3 ranks, the model for 2", LayoutMismatch),
+    (lambda tree: tree.update(partition_count=[2, 3]), "optim", "is for 3 ranks, the model for 2", LayoutMismatch),
     (lambda tree: _address_of(tree).update(start=1), "optim", "order of its parameters puts it at", LayoutMismatch),
     (lambda tree: tree["param_slice_mappings"][0].popitem(), "optim", "but the order of its param", LayoutMismatch),
     (_shorten_master, "optim", "its parameters need", LayoutMismatch),

@@ -350,7 +350,7 @@ def test_a_record_is_fetched_bit_for_bit(store: Store, folder: Path, harm: Calla
         assert [damage.kind for damage in fresh.verify().damaged] == ["record"]
         assert [entry.step for entry in fresh.log() if entry.damage is None] == [10]
         if harm is flip:
-            assert_held_back(fresh, "layerstore repair --from COPY may heal it", "layerstore drop r@20 gives it up")
+            assert_held_back(fresh, "layerstore repair --from COPY may heal it", "layerstore drop r@20 removes it")
 
         done = fresh.repair(sources=[folder / "copy"])
 
@@ -439,7 +439,7 @@ def test_an_ingest_at_a_damaged_step_refuses_all_but_the_very_save(store: Store,
             with pytest.raises(IntegrityError, match="nothing was changed") as caught:
                 fresh.ingest(other, run="r", replace=replace)
             assert "layerstore repair --from COPY may heal it" in (caught.value.hint or "")
-            assert "layerstore drop r@20 gives it up" in (caught.value.hint or "")
+            assert "layerstore drop r@20 removes it" in (caught.value.hint or "")
 
         assert fresh.ingest(folder / "20", run="r").record_healed
 
@@ -488,9 +488,9 @@ def test_a_misplaced_record_is_damage_that_can_be_given_up(store: Store) -> None
         done = fresh.repair()
 
         assert (set(done.unreadable), done.moved) == ({"r@20", "r@21"}, ())
-        assert_held_back(fresh, "layerstore drop r@20 gives it up")
+        assert_held_back(fresh, "layerstore drop r@20 removes it")
         assert fresh.give_up("r@20") == ("0" * 32,)
-        assert_held_back(fresh, "layerstore drop r@21 gives it up")
+        assert_held_back(fresh, "layerstore drop r@21 removes it")
         fresh.give_up("r@21")
         assert [entry.step for entry in fresh.log()] == [20, 10]
         assert fresh.verify(read_data=True).ok
@@ -591,11 +591,11 @@ def test_a_damaged_pin_holds_gc_back_until_it_is_deleted(store: Store, folder: P
         ]
         assert (store.path / "pins" / "best").read_bytes() == rotten
         assert list(store.damaged_pins()) == ["best"]
-        assert_held_back(store, "layerstore pin --delete best gives it up")
+        assert_held_back(store, "layerstore pin --delete best removes it")
         if deed == "rewrite":
             with pytest.raises(IntegrityError) as caught:
                 store.pin("best", "r@20")
-            assert caught.value.hint == "layerstore pin --delete best gives it up"
+            assert caught.value.hint == "layerstore pin --delete best removes it"
         store.delete_pin("best")
         store.gc(grace_seconds=0)
         assert store.verify().ok

@@ -600,7 +600,7 @@ def test_the_whole_do_not_go_while_what_stays_is_hurt(store: Store, saved: Check
     ) as at:
         collect(store, Keep(last=1), dry_run=dry_run)
 
-    assert "layerstore drop r@30 gives it up" in str(at.value.hint)
+    assert "layerstore drop r@30 removes it" in str(at.value.hint)
     assert objects(store) == before
     assert steps(store) == [30, 20, 10]
     assert list((store.path / "gc" / "aside").iterdir()) == []
@@ -637,7 +637,7 @@ def test_the_whole_do_not_go_while_a_pin_is_hurt(store: Store, saved: Checkpoint
     with pytest.raises(IntegrityError, match=r"^pin 'best' stays, but is incomplete: ") as at:
         collect(store, Keep(last=1))
 
-    assert "layerstore pin --delete best gives it up" in str(at.value.hint)
+    assert "layerstore pin --delete best removes it" in str(at.value.hint)
     assert (objects(store), steps(store)) == (before, [30, 20])
     store.delete_pin("best")
     assert len(collect(store, Keep(last=1)).removed) == 1
@@ -805,7 +805,7 @@ def test_an_index_that_contradicts_a_record_stops_it(store: Store, saved: Checkp
     view.rows[row.id] = row._replace(save_number=7)
     before = snapshot(store)
 
-    with pytest.raises(IntegrityError, match="the index tells r@2 differently") as caught:
+    with pytest.raises(IntegrityError, match="the index contradicts the record of r@2") as caught:
         store.gc(Keep(last=1), grace_seconds=0)
 
     assert caught.value.hint == "layerstore reindex"

@@ -406,7 +406,7 @@ def test_a_composite_that_is_collected_while_it_is_read_is_no_damage(
 
     collect(store, FIRST)
 
-    with pytest.raises(Conflict, match="was collected while it was read"):
+    with pytest.raises(Conflict, match="needs was removed meanwhile"):
         write(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     kept = store.compose("r@30")

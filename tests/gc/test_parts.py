@@ -103,7 +103,7 @@ def test_a_save_that_was_idle_is_given_up(store: Store, tmp_path: Path, written:
     parts = written.parts()
     collected_by_another(store, grow_idle)
 
-    with pytest.raises(GivenUp, match="the share of rank 0 was collected"):
+    with pytest.raises(GivenUp, match="gc removed the share of rank 0"):
         joined(written, parts)
 
     assert (store.runs(), store.verify(read_data=True).ok) == ([], True)

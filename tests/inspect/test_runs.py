@@ -94,7 +94,7 @@ def test_a_save_that_is_not_whole_is_a_problem(store: Store) -> None:
     gone = store.overview()
 
     for sft, r in (cut, gone):
-        assert sft.problems == ("1 of 5 layers of step 4 are not whole",)
+        assert sft.problems == ("1 of 5 layers of step 4 is not intact",)
         assert r.is_healthy
     assert "1 of 5 layers" in repr(gone[0])
 

@@ -170,7 +170,7 @@ def test_what_there_is_not_is_refused_on_every_rank(saved: Ran) -> None:
         "precision": "delta9",
         "exact_every": "exact_every is 0",
         "of a save": "there is no precision 'x'",
-        "not the same": "in precision delta8 and exact",
+        "not the same": "in different precisions: delta8, exact",
     }
     assert {name for name, _ in raised} == set(words)
     for name, part in words.items():
@@ -203,7 +203,12 @@ def test_frozen_layers_are_never_compact(disturbed: Ran) -> None:
 def test_a_damaged_reference_costs_one_save(disturbed: Ran) -> None:
     """One clear line; the next save refers to it no more."""
     launch, folder = disturbed
-    (damage,) = [error for event in launch.events("status") for error in event["errors"] if "step 6: what" in error]
+    (damage,) = [
+        error
+        for event in launch.events("status")
+        for error in event["errors"]
+        if "step 6: the reference of layer" in error
+    ]
     with Store(folder / "store") as store:
         report = store.verify(read_data=True)
 

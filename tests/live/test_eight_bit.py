@@ -1,4 +1,4 @@
-"""Moments in blocks of 8 bits cannot be cut into layers: such a run is saved whole, goes on whole, or is refused."""
+"""Moments in blocks of 8 bits cannot be split by layer: such a run is saved whole, goes on whole, or is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 NO_BITSANDBYTES = (
     "bitsandbytes is not installed: the blockwise optimizer, which has states of that shape, stands for it"
 )
-WHOLE_ONLY = "which cannot be cut into layers"
+WHOLE_ONLY = "which cannot be split by layer"
 
 
 @pytest.fixture(scope="module", params=["blockwise", "bitsandbytes"])

@@ -161,7 +161,7 @@ def test_a_place_that_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     assert store_if_there(tmp_path / "mounted") is None
     with pytest.raises(AlreadyExists, match="is not empty: it holds 'today'"):
         store_if_there(tmp_path / "notes")
-    with pytest.raises(AlreadyExists, match="is there and is not a folder"):
+    with pytest.raises(AlreadyExists, match="exists and is not a folder"):
         store_if_there(tmp_path / "notes" / "today")
 
 

@@ -45,7 +45,7 @@ def test_a_disk_fills_up(ranks: Nursery, disk: Path, tmp_path: Path, undisturbed
             assert losses(launch, name) == undisturbed
             found = one(launch, "status", name=name)
             assert found["failed"] == 2
-            assert all("No space left" in error or "given up" in error for error in found["errors"])
+            assert all("No space left" in error or "could not write its share" in error for error in found["errors"])
             assert [entry.step for entry in store.log(name)] == [6, 5, 2, 1]
             saved = due(launch, name)
             assert len(saved[2]) == LAYERS // 2

@@ -123,7 +123,7 @@ def test_a_load_waits_for_the_savers_of_its_own_job(ranks: Nursery, tmp_path: Pa
     assert stuck[1]["message"] == f"rank 0: {stuck[0]['message']}"
     lost = one(launch, "hinted", name="lost")
     assert lost["error"] == "NotFound"
-    assert "a job is still saving attempt 1: that save is incomplete or failed" in lost["hint"]
+    assert "a job is still saving attempt 1: the pointer's save is incomplete or failed" in lost["hint"]
 
 
 def test_readers_without_layerstore_get_the_command(ranks: Nursery, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
     ("what", "error", "words"),
     [
         ("object", "TypeError", "client_state.epoch.best[1] is a builtins.object (on rank 1)"),
-        ("steps", "Conflict", "they are at step 100, 101"),
+        ("steps", "Conflict", "at step 100, save "),
         ("extra_files", "InvalidInput", "no/such/file: no such file (on rank 0)"),
         ("going_back", "Conflict", "step 0 is not after step 1"),
         ("pin", "InvalidInput", "pin= is 7, not a name (on rank 1)"),

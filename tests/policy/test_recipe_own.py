@@ -122,7 +122,7 @@ def test_the_order_of_entries_means_nothing() -> None:
         ("base: 1\nlayers:\n  lm_head: «[1, 2]\n", "'lm_head' is a list, not a single value"),
         ("base: 1\nlayers:\n  lm_head:\n    «step: 1\n", "'lm_head' is a mapping, not a single value"),
         # The frame.
-        ("base: «base\nrest: base\n", "the base cannot be the base"),
+        ("base: «base\nrest: base\n", "the base cannot be 'base'"),
         ("«rest: base\n", "the recipe needs a value for 'base'"),
         ("«base: 1\n", "the recipe names no layers"),
         ("base: 1\nlayers:\n  «- lm_head\n", "layers is not a mapping"),

@@ -78,7 +78,7 @@ def test_without_its_keyframe_whole_a_layer_is_kept_exactly(
     with pytest.raises(IntegrityError) as caught:
         five.ingest(saved(12), run="r", precision="delta8", exact_every=None)
     assert caught.value.message == (
-        f"object {path.name} is damaged, which r's compact saves refer to; nothing was changed"
+        f"object {path.name}, which r's compact saves refer to, is damaged; nothing was changed"
     )
     assert "ingest again the checkpoint that it came from; --precision exact saves without it" in str(caught.value.hint)
     assert snapshot(five) == before

@@ -205,7 +205,7 @@ def test_strangers_in_a_bucket_stop_a_collection(pinned: Store, bucket: Bucket) 
     bucket.remove([record])
 
     for dry_run in (True, False):
-        with pytest.raises(IntegrityError, match=r"is not named as a record.*; nothing was removed") as told:
+        with pytest.raises(IntegrityError, match=r"is not named like a record.*; nothing was removed") as told:
             pinned.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=dry_run)
         assert f"layerstore verify --remote {bucket.url} lists" in (told.value.hint or "")
     with layerstore.open(bucket.url) as remote:
@@ -229,7 +229,7 @@ def test_strangers_in_a_buckets_trash_stop_a_collection(pinned: Store, bucket: B
     bucket.remove([called])
 
     for dry_run in (True, False):
-        with pytest.raises(IntegrityError, match=r"is not named as a record.*; nothing was removed"):
+        with pytest.raises(IntegrityError, match=r"is not named like a record.*; nothing was removed"):
             pinned.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=dry_run)
     with layerstore.open(bucket.url) as remote:
         assert [damage.path for damage in remote.verify().damaged] == [stranger]
@@ -267,7 +267,7 @@ def test_a_cache_of_another_user_is_refused(pinned: Store, tmp_path: Path) -> No
         folder.chmod(0o755)
     failure = in_child(_opened_by_two, tmp_path).needed()
     assert failure is not None
-    assert (failure.exit_code, failure.hint) == (12, "name a folder of your own: LAYERSTORE_CACHE_DIR")
+    assert (failure.exit_code, failure.hint) == (12, "set LAYERSTORE_CACHE_DIR to a folder of your own")
 
 
 def test_what_is_closed_fetches_no_more(

@@ -84,10 +84,10 @@ def test_the_usual_mistakes_say_what_is_possible(owners: Owners) -> None:
     assert isinstance(store, Store)
     attached = {"engine": object(), "optimizer": [SimpleNamespace(param_groups=[])], "store": store, "run": "sft"}
     mistakes: list[tuple[Callable[..., object], dict[str, object], str, str]] = [
-        (store.gc, {"keep": 3}, "keep is 3", "layerstore.Keep(last=3)"),
-        (store.gc, {"grace_seconds": float("nan")}, "grace_seconds is nan", "None"),
-        (store.gc, {"confirmed": 40}, "confirmed is 40", "gc(dry_run=True)"),
-        (store.report, {"keep": 3}, "keep is 3", "layerstore.Keep(last=3)"),
+        (store.gc, {"keep": 3}, "keep cannot be 3", "layerstore.Keep(last=3)"),
+        (store.gc, {"grace_seconds": float("nan")}, "grace_seconds cannot be nan", "None"),
+        (store.gc, {"confirmed": 40}, "confirmed cannot be 40", "gc(dry_run=True)"),
+        (store.report, {"keep": 3}, "keep cannot be 3", "layerstore.Keep(last=3)"),
         (store.show, {"ref": 40}, "Store.show: ref is 40, but must be text or None", "RUN@STEP"),
         (store.compose, {"policy": 3}, "int is not a policy", "a policy has a name"),
         (store.gc, {"runs": "sft"}, "Store.gc: runs is 'sft', but must be a list or None", "runs=['sft']"),

@@ -324,7 +324,7 @@ def test_every_flipped_bit_of_the_pickle_is_found(tmp_path: Path) -> None:
         flipped[start + bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
 
-        with pytest.raises(SourceCheckpoint, match=r"the record data\.pkl has the CRC") as caught:
+        with pytest.raises(SourceCheckpoint, match=r"the entry data\.pkl has the CRC") as caught:
             read_pt(path)
 
         assert caught.value.facts["reason"] == "damaged"

@@ -99,7 +99,7 @@ function drawPickedSave() {
     ["precision", precisionOf(column)],
     ["measured", measuredAt(column).join(", ")],
     ["pins", of.pins[column].map(shown).join(", ")],
-    of.has_moments[column] ? null : ["lacks", "its moments: a collection has dropped them"],
+    of.has_moments[column] ? null : ["lacks", "its moments: gc has removed them"],
     of.timing[column] ? ["took", TIMED.map((kind, index) => `${kind.name} ${seconds(of.timing[column][index])}`).join(", ")] : null,
     of.fate[column] ? ["retention", shown(fateText(of.fate[column]))] : null,
   ]);

@@ -87,7 +87,7 @@ class SaveInProgress:
     def _decided(self) -> tuple[frozenset[str], dict[Tree, Tree]]:
         if getattr(self.options.policy, "measures", False):
             raise Unsupported(
-                f"policy {self.options.policy.name} measures how far layers have moved, which DCP does not let us read",
+                f"policy {self.options.policy.name} measures how far layers have moved, but DCP lets nobody read them",
                 hint="use another policy, or save every layer",
             )
         return layers_due(self.repo, self.plan.layers, self.place, self.options.policy, run=self.options.run)
@@ -125,7 +125,10 @@ class SaveInProgress:
         with self.repo.lock_run(options.run), Transaction(self.repo) as tx:
             view = view_read_again(self.repo, options.run, options.step)
             if self._place_in(view) != place:
-                raise Conflict(f"run {options.run!r} has got other commits while step {options.step} was being saved")
+                raise Conflict(
+                    f"run {options.run!r} got other commits while step {options.step} was being saved",
+                    hint="end the other job, then save again",
+                )
             state, steps = self._state(tx, values)
             losses = joined_losses(part for share in shares for part in share.parts)
             record = place.record(
@@ -223,7 +226,9 @@ def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tre
 
 def _check_whole(layer: str, objects: list[PackedObject], *, expected: int) -> None:
     if len(objects) != expected:
-        raise IntegrityError(f"{len(objects)} of {expected} objects of {layer} were written; nothing was saved")
+        raise IntegrityError(
+            f"{len(objects)} of {expected} objects of {layer} were written; nothing was saved", hint="save again"
+        )
 
 
 def compact_layers(repo: Repository, keyframes: Keyframes, entries: Mapping[str, LayerEntry]) -> CompactLayers:

@@ -113,7 +113,7 @@ class Copies:
         copy_on_host = self._copies.get(storage.data_ptr())
         if copy_on_host is None:
             raise Unsupported(
-                "the planner makes its own tensors, which training may have changed in the meantime",
+                "the planner made new tensors of the model's, which training may have changed in the meantime",
                 hint="use save() instead of async_save(), or a different planner",
             )
         made = torch.empty(0, dtype=tensor.dtype)

@@ -151,7 +151,7 @@ class StoreWriter(StorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide which layers are due, and assign the objects to ranks."""
         if not all(plan.usable for plan in plans):
-            raise Unsupported("the planner sends no plan if nothing has changed", hint="leave enable_plan_caching off")
+            raise Unsupported("the planner caches its plan, and sent none", hint="leave enable_plan_caching off")
         repo = self._store.repo
         repo.prepare_saving()
         paths: dict[str, Any] = {}

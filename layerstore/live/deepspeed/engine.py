@@ -98,7 +98,7 @@ class ZeroEngine:
         why = hint = ""
         if getattr(self.engine, "has_moe_layers", False):
             why = "for DeepSpeed's own mixture of experts, whose experts are in files of their own"
-            hint = "mixtures of Transformers, such as Mixtral, can be saved"
+            hint = "MoE models of Transformers, such as Mixtral, can be saved"
         elif device.endswith("nvme"):
             why = "offloaded to NVMe: its state is in files of its own"
             hint = "set offload_optimizer.device to 'cpu' or 'none'"
@@ -288,7 +288,10 @@ class ZeroEngine:
             finally:
                 engine.checkpoint_engine = real
         if path is None:
-            raise Unsupported("DeepSpeed did not load what it was given", hint="is this DeepSpeed version supported?")
+            raise Unsupported(
+                "DeepSpeed did not load what it was given",
+                hint="use a DeepSpeed that layerstore was tested with",
+            )
 
     @contextmanager
     def _settled(self) -> Iterator[None]:

@@ -119,7 +119,7 @@ class Loaded:
         """
         if not engine.is_at_boundary:
             raise InvalidInput(
-                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
+                "cannot resume: gradients are being accumulated for an update that is still to come",
                 hint="resume after engine.step() at the end of an accumulation, best before training",
             )
         notes = self.load.notes

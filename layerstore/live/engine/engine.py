@@ -28,7 +28,7 @@ class Captured:
     is_dcp: bool = False
     """Whether the commit has the form of ``torch.distributed.checkpoint``."""
     undivided: str = ""
-    """The names of optimizer state that cannot be cut into layers; empty if all state can."""
+    """The names of optimizer state that cannot be split by layer; empty if all state can."""
     model: Memory
     optimizer: Memory
     changed: Callable[[], str] = field(default=str)

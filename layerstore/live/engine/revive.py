@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _DTYPE = "numpy.dtype"
 
+_BY_THE_TRAINER = "compose a folder, and load it with the trainer's own loader if you trust it"
+
 Fill = Callable[[Storage], "torch.Tensor"]
 """Returns the elements of a storage, in newly allocated memory."""
 
@@ -104,7 +106,7 @@ class _Reviver:
         if make is None:
             raise Unsupported(
                 f"the state refers to {tree.name}, which layerstore does not instantiate",
-                hint="compose a folder, and load it with DeepSpeed itself if you trust it",
+                hint=_BY_THE_TRAINER,
             )
         made: Any = make(*(self.value(part) for part in tree.arguments))
         if tree.has_state:
@@ -154,12 +156,15 @@ def _numpy_makers() -> dict[str, Maker]:
 def _check_numpy_type(dtype: Any) -> None:
     """Refuse types that would read bytes as pointers, or read outside an element: a forged state could do both."""
     if dtype.hasobject:
-        raise Unsupported("the state holds a numpy array of objects, which layerstore does not instantiate")
+        raise Unsupported(
+            "the state holds a numpy array of objects, which layerstore does not instantiate", hint=_BY_THE_TRAINER
+        )
     for kind, offset, *_ in (dtype.fields or {}).values():
         if not 0 <= offset <= dtype.itemsize - kind.itemsize:
             raise Unsupported(
                 "the state holds a numpy array with fields outside of its elements, which layerstore does not "
-                "instantiate"
+                "instantiate",
+                hint=_BY_THE_TRAINER,
             )
 
 
@@ -171,7 +176,7 @@ def _named(name: str) -> Any:
         return np.ndarray
     kind = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
-        raise Unsupported(f"the state refers to {name}, which layerstore does not instantiate")
+        raise Unsupported(f"the state refers to {name}, which layerstore does not instantiate", hint=_BY_THE_TRAINER)
     return kind
 
 

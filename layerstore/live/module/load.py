@@ -63,7 +63,7 @@ class ModuleLoad:
         """
         if not engine.is_at_boundary:
             raise InvalidInput(
-                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
+                "cannot resume: gradients are being accumulated for an update that is still to come",
                 hint="resume before training, or after optimizer.step() and zero_grad()",
             )
         repo = store.repo

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 TEXT_BYTES_MAX = 2048
 
+ONE_STORE_HINT = "all hosts must see one store: a bucket, or a folder on a disk that they share"
+
 _SILENT_SECONDS_MAX = 60.0
 
 _LATE_SECONDS = 120.0
@@ -59,12 +61,12 @@ class Exchange:
             yield
         except Exception as exc:  # noqa: BLE001  # raised below: the other ranks need our message first
             problem = exc
-        texts = self.texts("" if problem is None else f"{type(problem).__name__} {problem}")
+        texts = self.texts("" if problem is None else _as_text(problem))
         if problem is not None:
             raise problem  # our own error, with its traceback, rather than another rank's report
         for rank, text in enumerate(texts):
             if text:
-                raise _error_of_rank(*text.split(" ", 1), rank=rank)
+                raise _error_of_rank(text, rank=rank)
 
     def texts(self, text: str) -> list[str]:
         """Return every rank's *text*, cut to `TEXT_BYTES_MAX`, by rank."""
@@ -204,13 +206,21 @@ def _warning_if_kept_waiting(rank: int, call: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _error_of_rank(kind: str, message: str, *, rank: int) -> LayerstoreError:
-    """Return the error for *message*, which another *rank* raised as *kind*."""
+def _as_text(problem: Exception) -> str:
+    """Return the lines of *problem* for other ranks: its class, its message and, if there is room, its hint."""
+    text = f"{type(problem).__name__}\n{' '.join(str(problem).split()) or type(problem).__name__}"
+    with_hint = f"{text}\n{getattr(problem, 'hint', None) or ''}"
+    return with_hint if len(with_hint.encode()) <= TEXT_BYTES_MAX else text
+
+
+def _error_of_rank(text: str, *, rank: int) -> LayerstoreError:
+    """Return the error that another *rank* raised and sent as *text*."""
+    kind, message, hint = _lines(text)
     if kind == StorageIO.__name__:
-        return StorageIO(f"rank {rank}: {message}", errno=None, filename="the store")
+        return StorageIO(f"rank {rank}: {message}", errno=None, filename="the store", hint=hint or None)
     error_class = getattr(errors, kind, LayerstoreError)
     is_ours = isinstance(error_class, type) and issubclass(error_class, LayerstoreError)
-    return error_class(f"rank {rank}: {message}") if is_ours else LayerstoreError(f"rank {rank}: {message}")
+    return (error_class if is_ours else LayerstoreError)(f"rank {rank}: {message}", hint=hint or None)
 
 
 # -- agreement at a save -------------------------------------------------------------------------------------------
@@ -248,6 +258,8 @@ class RankReport:
     """Whether *problem* is a type in client_state that cannot be kept."""
     problem: str = ""
     """Why this save cannot be made; empty if it can."""
+    hint: str = ""
+    """What to do about *problem*."""
 
 
 def exchange_reports(exchange: Exchange, report: RankReport) -> RankReport:
@@ -270,12 +282,20 @@ def agree_on_save(exchange: Exchange, report: RankReport) -> RankReport:
         if other.problem and other.is_mistyped:
             raise TypeError(f"{other.problem} (on rank {rank}); only plain and numpy values and tensors can be kept")
         if other.problem:
-            raise InvalidInput(f"step {report.step} cannot be saved: {other.problem} (on rank {rank})")
+            raise InvalidInput(
+                f"step {report.step} cannot be saved: {other.problem} (on rank {rank})", hint=other.hint or None
+            )
     if len({(other.step, other.number) for other in reports}) > 1:
-        steps = ", ".join(map(str, sorted({other.step for other in reports})))
-        raise Conflict(f"the ranks are not at the same save: they are at step {steps}")
+        saves = sorted({(other.step, other.number) for other in reports})
+        raise Conflict(
+            f"the ranks are at different saves: {', '.join(f'save {number} at step {step}' for step, number in saves)}",
+            hint="every rank must call save() at the same steps",
+        )
     if len(precisions := sorted({other.precision for other in reports})) > 1:
-        raise Conflict(f"the ranks save step {report.step} in precision {' and '.join(precisions)}")
+        raise Conflict(
+            f"the ranks save step {report.step} in different precisions: {', '.join(precisions)}",
+            hint="pass the same precision= on every rank",
+        )
     if not all(other.is_at_boundary for other in reports):
         raise InvalidInput(
             f"step {report.step} cannot be saved: gradients are being accumulated for an update that is still to come",
@@ -313,23 +333,32 @@ def open_session(exchange: Exchange, repo: Repository) -> str:
             repo.parts.open_session(session)
     with exchange.raise_on_all():
         if not repo.parts.sees_session(session):
-            raise InvalidInput(f"{repo.layout.root} is not the store that rank 0 sees at this path")
+            raise InvalidInput(
+                f"{repo.layout.root} is not the store that rank 0 sees at this path", hint=ONE_STORE_HINT
+            )
     return session
 
 
 def _exchanged(exchange: Exchange, report: RankReport) -> list[RankReport]:
     facts = asdict(report) | {"outcomes": list(report.outcomes.items())}
-    problem = facts.pop("problem")
-    # The problem comes last, because it alone may be cut off. JSON keys are strings, so the outcomes are pairs.
+    problem, hint = facts.pop("problem"), facts.pop("hint")
+    # The problem comes after the facts, which must not be cut off. JSON keys are strings, so the outcomes are pairs.
     head = json.dumps(facts)
     assert len(head) < TEXT_BYTES_MAX, "outcomes of so many saves fit"
-    return [_parsed(text) for text in exchange.texts(f"{head}\n{problem}")]
+    return [_parsed(text) for text in exchange.texts(f"{head}\n{problem}\n{hint}")]
+
+
+def _lines(text: str) -> tuple[str, str, str]:
+    """Return the three lines of *text*; what was cut off is empty."""
+    first, _, rest = text.partition("\n")
+    second, _, third = rest.partition("\n")
+    return first, second, third
 
 
 def _parsed(text: str) -> RankReport:
-    head, _, problem = text.partition("\n")
+    head, problem, hint = _lines(text)
     facts = json.loads(head)
-    return RankReport(**facts | {"outcomes": dict(facts["outcomes"]), "problem": problem})
+    return RankReport(**facts | {"outcomes": dict(facts["outcomes"]), "problem": problem, "hint": hint})
 
 
 def _merged(reports: Sequence[RankReport]) -> RankReport:

@@ -185,9 +185,7 @@ class Background:
         self._older, others = referable_on_all(exchange, self._repo, place, shard=shard, world_size=world_size)
         if others and self._committing is not None:
             more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
-            LOG.info(
-                "%s%s kept exactly at first: the last version was cut for a different number of ranks", others[0], more
-            )
+            LOG.info("%s%s kept exactly at first: the last version has a different number of ranks", others[0], more)
         return frozenset(self._older)
 
     def close(self, *, at_once: bool) -> None:
@@ -214,9 +212,8 @@ class Background:
             job.written_bytes = part.bytes_new
             self._following.written(job, part)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
-            job.failure = one_line(exc)
             self._older.clear()  # otherwise shares that are already planned may fail for the same reason
-            LOG.error("step %d was not saved: %s; training continues", job.joint.step, job.failure)
+            self._lose(job, exc)
             if isinstance(exc, StorageIO) and exc.errno in FULL_DISK_ERRNOS and self._committing is not None:
                 LOG.error("layerstore gc frees space in the store; a saver with keep= removes old saves by itself")
             self._report_failure(job)
@@ -227,6 +224,11 @@ class Background:
                 # Set whatever happened: every rank waits for this in a collective.
                 job.durable_seconds = time.monotonic() - job.begun
                 job.is_written.set()
+
+    def _lose(self, job: Job, exc: BaseException) -> None:
+        job.failure = one_line(exc)
+        ending = "" if self._stop.is_set() else "; training continues"
+        LOG.error("step %d was not saved: %s%s", job.joint.step, job.failure, ending)
 
     def _report_failure(self, job: Job) -> None:
         try:
@@ -248,8 +250,7 @@ class Background:
             self._following.visible(commit, job.joint)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             if not job.failure:  # otherwise the writing thread has logged it
-                job.failure = one_line(exc)
-                LOG.error("%s", job.failure)
+                self._lose(job, exc)
             if isinstance(exc, InheritedLayerLost):
                 self._inherited, self.has_lost_base = {}, True
         finally:
@@ -266,10 +267,10 @@ class Background:
         while (parts := parts_of(self._repo, joint, known)) is None:
             # The main thread sets is_given_up from the other ranks' reports: a failed rank may leave no part at all.
             if job.is_given_up or (job.failure and job.is_written.is_set()):
-                raise GivenUp(f"step {joint.step} is given up: a rank could not write its share")
+                raise GivenUp("a rank could not write its share")
             waited_seconds = time.monotonic() - begun
             if self._stop.wait(min(max(waited_seconds / 10, POLL_SECONDS), POLL_SECONDS_MAX)):
-                raise GivenUp(f"step {joint.step} is given up: the saver was closed before all ranks had written")
+                raise GivenUp("the saver was closed before all ranks had written")
         commit = join(self._repo, joint, parts, inherited=self._inherited, own=self._own)
         # Set only once the commit is visible: the next save must not inherit from a commit that was given up.
         self._inherited = {entry.layer: entry for entry in commit.record.layers}

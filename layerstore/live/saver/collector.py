@@ -207,7 +207,7 @@ class Collector:
         self.error = why
         # Once per reason: before the first evaluation, for example, every save would warn that there is no best commit.
         if why != self._warned:
-            LOG.warning("could not %s everything: %s", "push and collect" if self._places else "collect", why)
+            LOG.warning("could not %s everything: %s", "push or collect" if self._places else "collect", why)
         self._warned = why
 
 

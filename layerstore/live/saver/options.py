@@ -79,7 +79,9 @@ class SaverOptions:
         for name, kind in (("mode", Mode), ("on_pressure", Pressure), ("frozen", Frozen), ("durable", Durable)):
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint=f"choose one of: {choices}")
+                raise InvalidInput(
+                    f"the option {name} cannot be {getattr(self, name)!r}", hint=f"choose one of: {choices}"
+                )
         chosen_policy(self.policy)
         keyframes(self.precision, self.exact_every)
         compile_pattern(self.layer_pattern)
@@ -151,8 +153,8 @@ def pool_bytes(engine: Engine, wanted: int | str) -> int:
     room = max(available // 2 // ranks_here, _SLACK_BYTES)
     if needed > room:
         warnings.warn(
-            f"one save needs {needed / 1e9:.1f} GB of host memory, but the buffer gets only {room / 1e9:.1f} GB: "
-            "training waits for the disk when a save does not fit",
+            f"a save may need {needed / 1e9:.1f} GB of host memory, but the buffer gets {room / 1e9:.1f} GB: "
+            "training then waits for the disk; host_buffer= sets its size",
             SmallBuffer,
             stacklevel=3,
         )

@@ -225,7 +225,7 @@ class LastSave:
         if self._is_lost:  # the new save replaces the lost one
             return None
         if pin is not None:
-            LOG.warning("step %d was saved already, without a pin; pin it with: layerstore pin %s REF", step, pin)
+            LOG.warning("step %d was saved already, without a pin; pin it: layerstore pin %s RUN@%d", step, pin, step)
         if has_extras:
             LOG.warning("step %d was saved already; its metrics, client_state and files stay as they are", step)
         if self._saved is not None and self._saved.precision != precision:

@@ -78,8 +78,7 @@ class Saver:
     ) -> None:
         self._engine = engine
         self.store, self._repo = store, store.repo
-        self.run = run
-        self.options = options
+        self.run, self.options = run, options
         self._attempt_lock = attempt
         self._place = place
         self._release = release
@@ -345,6 +344,7 @@ class Saver:
             retries=self._background.retries.taken(),
             is_mistyped=isinstance(problem, NotPlain),
             problem="" if problem is None else " ".join(str(problem).split()) or type(problem).__name__,
+            hint=getattr(problem, "hint", None) or "",
         )
 
     def _new_outcomes(self) -> dict[int, bool]:
@@ -394,8 +394,8 @@ class Saver:
         """Raise LayoutMismatch if saves may be partial and *kept*, state of the optimizer, belongs to no layer."""
         if kept and (self._schedule.policy.name != Latest.name or self.options.on_pressure == "degrade"):
             raise LayoutMismatch(
-                f"the optimizer keeps {kept}, which cannot be cut into layers: "
-                "save all layers, with policy='full' and without on_pressure='degrade'"
+                f"the optimizer keeps {kept}, which cannot be split by layer",
+                hint="save all layers, with policy='full' and without on_pressure='degrade'",
             )
 
     def _running(self) -> list[Job]:

@@ -69,7 +69,7 @@ def read_own(document: MapNode, *, name: str) -> OwnRecipe:
     as_map(document, what="the recipe", keys=KEYS)
     base = _choice(required(document, "base", what="the recipe"), what="base")
     if base.is_base:
-        raise base.spot.error("the base cannot be the base", hint="name a commit: 1200, RUN@1200, RUN or a pin")
+        raise base.spot.error("the base cannot be 'base'", hint="name a commit: 1200, RUN@1200, RUN or a pin")
     layers, rest = document.get("layers"), document.get("rest")
     if layers is None and rest is None:
         raise document.key_spot("layers").error("the recipe names no layers", hint="add layers:, or 'rest: base'")

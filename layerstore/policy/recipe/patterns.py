@@ -74,7 +74,7 @@ class Pattern:
         narrowed = (*self.tokens[:position], only, *self.tokens[position + 1 :])
         if not any(_fits(narrowed, name) for name in fitting):
             raise self.spot.error(
-                f"{self.text!r} names index {number}, which no layer has", hint=f"it fits {listed(fitting)}"
+                f"{self.text!r} names index {number}, which no layer has", hint=f"the pattern fits {listed(fitting)}"
             )
 
 

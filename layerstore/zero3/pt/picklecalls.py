@@ -144,11 +144,11 @@ class Calls:
             return known
         record = self._records.get(key)
         if record is None:
-            raise DamagedPickleError(f"the record data/{key} is missing")
+            raise DamagedPickleError(f"the entry data/{key} is missing")
         unit_bytes = 1 if reference.storage_class == names.UNTYPED_STORAGE else dtype.bytes
         if record.size_bytes != reference.elements * unit_bytes or record.size_bytes % dtype.bytes:
             expected = f"{reference.elements} elements of {unit_bytes} bytes"
-            raise DamagedPickleError(f"the record data/{key} holds {record.size_bytes} bytes instead of {expected}")
+            raise DamagedPickleError(f"the entry data/{key} holds {record.size_bytes} bytes instead of {expected}")
         storage = self.storages[key] = Storage(
             dtype=dtype.code, elements=record.size_bytes // dtype.bytes, device=reference.device, content=record
         )

@@ -66,7 +66,7 @@ def read_section(source: OpenedSource, begin: int, size_bytes: int, pickles: Pic
 
 def _check_byte_order(source: OpenedSource, entries: Mapping[str, Located]) -> None:
     if BYTE_ORDER not in entries:
-        return  # files from before torch 2.1 lack this record; torch reads them as little-endian
+        return  # files from before torch 2.1 lack this entry; torch reads them as little-endian
     order = _read_record(source, entries, BYTE_ORDER)
     if order == b"big":
         raise Unsupported(f"{source.path}: its tensors are big-endian", path=str(source.path))
@@ -77,13 +77,11 @@ def _check_byte_order(source: OpenedSource, entries: Mapping[str, Located]) -> N
 def _read_record(source: OpenedSource, entries: Mapping[str, Located], name: str) -> bytes:
     located = entries.get(name)
     if located is None:
-        raise damaged(source.path, f"the record {name} is missing")
+        raise damaged(source.path, f"the entry {name} is missing")
     if located.size_bytes > PICKLE_BYTES_MAX:
-        raise untrusted(source.path, f"the record {name} has {located.size_bytes} bytes")
+        raise untrusted(source.path, f"the entry {name} has {located.size_bytes} bytes")
     payload = source.read_at(located.offset_bytes, located.size_bytes)
     actual = crc32_of(payload)
     if actual != located.crc32:
-        raise damaged(
-            source.path, f"the record {name} has the CRC {actual:08x}, its directory says {located.crc32:08x}"
-        )
+        raise damaged(source.path, f"the entry {name} has the CRC {actual:08x}, its directory says {located.crc32:08x}")
     return payload

@@ -145,7 +145,12 @@ def _read(
     _refuse_globals(path, machine.globals_named, trusted, places=checked.names)
     strange = [(checked.names[name], name) for name in checked.names.keys() - trusted]  # all of them belong to tensors
     for place, what in (*checked.unreadable, *sorted(strange)):
-        raise Unsupported(f"{path}: at {place}: {what} is not supported", path=str(path), key_path=place)
+        raise Unsupported(
+            f"{path}: at {place}: {what} is not supported",
+            hint="leave it out of what is saved",
+            path=str(path),
+            key_path=place,
+        )
     for name in sorted(checked.names.keys() & allowlist.CALLED):
         raise untrusted(path, f"its pickle names {name} at {checked.names[name]} without calling it")
     return cast(Tree, tree), machine.calls.storages
@@ -163,8 +168,8 @@ def _refuse_globals(path: Path, named: Set[str], trusted: Set[str], *, places: M
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     flags = " ".join(f"--allow-global {name}" for name in names[:_NAMES_SHOWN_MAX])
     raise SourceCheckpoint(
-        f"{path}: untrusted: its pickle names globals that are on no list: {', '.join(shown)}{more}; nothing was run",
-        hint=f"only if you trust them, because loading a composed checkpoint runs them: {flags}",
+        f"{path}: untrusted: its pickle names unknown globals: {', '.join(shown)}{more}; nothing was run",
+        hint=f"if you trust them (loading a composed checkpoint runs them): {flags}",
         path=str(path),
         reason="untrusted",
         names=tuple(names),

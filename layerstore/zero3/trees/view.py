@@ -58,9 +58,7 @@ class TreeView:
     def __getitem__(self, key: str | int) -> "TreeView":
         value = self.get(key)
         if value is None:
-            raise SourceCheckpoint(
-                f"{self.path} lacks {self._name(key)}, which every ZeRO checkpoint has", hint="is this a checkpoint?"
-            )
+            raise SourceCheckpoint(f"{self.path} lacks {self._name(key)}, which every ZeRO checkpoint has")
         return value
 
     def get(self, key: str | int) -> "TreeView | None":

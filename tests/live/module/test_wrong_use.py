@@ -188,7 +188,7 @@ def test_state_that_no_layer_can_hold_is_saved_whole_or_not_at_all(tmp_path: Pat
     assert train(again, its, 2, 4) == losses
 
     with layerstore.attach(again, its, tmp_path / "store", run="half", policy="parity") as saver:
-        refused(saver.save, InvalidInput, "cannot be cut into layers", store=tmp_path / "store")
+        refused(saver.save, InvalidInput, "cannot be split by layer", store=tmp_path / "store")
 
 
 RANKS = {

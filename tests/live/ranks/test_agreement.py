@@ -108,15 +108,15 @@ def test_outcomes_of_as_many_saves_as_may_be_open_fit_into_a_report() -> None:
 
 def test_ranks_at_different_steps_or_saves_do_not_save() -> None:
     """They would leave parts of different states for one commit."""
-    with pytest.raises(Conflict, match="they are at step 7, 8"):
+    with pytest.raises(Conflict, match="save 5 at step 7, save 5 at step 8"):
         agreed(report(step=7), report(step=8))
-    with pytest.raises(Conflict, match="not at the same save"):
+    with pytest.raises(Conflict, match="the ranks are at different saves: save 5 at step 7, save 6 at step 7"):
         agreed(report(number=5), report(number=6))
 
 
 def test_ranks_that_want_different_precisions_do_not_save() -> None:
     """One commit has one precision."""
-    with pytest.raises(Conflict, match="the ranks save step 7 in precision delta8 and exact"):
+    with pytest.raises(Conflict, match="the ranks save step 7 in different precisions: delta8, exact"):
         agreed(report(precision="exact"), report(precision="delta8"))
 
 
@@ -130,14 +130,16 @@ def test_what_one_rank_cannot_keep_stops_all() -> None:
     """A wrong type is a TypeError, everything else InvalidInput; the lowest rank's problem is reported."""
     with pytest.raises(TypeError, match=r"client_state\.a is a b\.C \(on rank 0\); only plain"):
         agreed(report(is_mistyped=True, problem="client_state.a is a b.C"), report(problem="no such file"))
-    with pytest.raises(InvalidInput, match=r"step 7 cannot be saved: no such file \(on rank 1\)"):
-        agreed(report(), report(problem="no such file"))
+    with pytest.raises(InvalidInput, match=r"step 7 cannot be saved: no such file \(on rank 1\)") as told:
+        agreed(report(), report(problem="no such file", hint="give another"))
+    assert told.value.hint == "give another"
 
 
 def test_an_error_of_one_rank_is_an_error_of_its_class_on_all() -> None:
-    """The other ranks' message names the rank."""
+    """The other ranks' message names the rank, and their hint is the failed rank's."""
     ranks = Heard()
     with pytest.raises(StorageIO, match="disk"), ranks.raise_on_all():
-        raise StorageIO("the disk is gone", errno=5, filename="store")
-    with pytest.raises(StorageIO, match=r"rank 0: .*the disk is gone"), ranks.raise_on_all():
+        raise StorageIO("the disk is gone", errno=5, filename="store", hint="plug it in")
+    with pytest.raises(StorageIO, match=r"rank 0: .*the disk is gone") as told, ranks.raise_on_all():
         pass
+    assert told.value.hint == "plug it in"

@@ -49,7 +49,7 @@ def test_what_a_failed_share_referred_to_is_forgotten(monkeypatch: pytest.Monkey
         raise Overtaken("gone")
 
     monkeypatch.setattr(background, "write_share", overtaken)
-    failing: Any = SimpleNamespace(_repo=None, _frozen={}, _older={"embed": 1}, _report_failure=lambda _: None)
+    failing: Any = SimpleNamespace(_repo=None, _frozen={}, _older={"embed": 1}, _lose=print, _report_failure=print)
     job: Any = SimpleNamespace(
         joint=SimpleNamespace(step=4),
         snapshot=SimpleNamespace(discard=lambda: None),

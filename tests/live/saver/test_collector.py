@@ -183,7 +183,7 @@ def test_what_is_not_pushed_stays(store: Store, tmp_path: Path, heard: pytest.Lo
 
     assert behind.pushed_step is None
     assert "is a remote of another store" in behind.error
-    assert "could not push and collect everything" in heard.text
+    assert "could not push or collect everything" in heard.text
     assert len(store.log(RUN)) == 3
 
 

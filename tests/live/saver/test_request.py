@@ -42,7 +42,7 @@ def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> N
     """The hint lists the choices."""
     assert SaverOptions().mode == "async"
 
-    with pytest.raises(InvalidInput, match=f"{name} is {value!r}") as caught:
+    with pytest.raises(InvalidInput, match=f"the option {name} cannot be {value!r}") as caught:
         SaverOptions(**cast(Any, {name: value}))
 
     assert hint in str(caught.value.hint)

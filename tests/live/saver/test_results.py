@@ -53,7 +53,7 @@ def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.
     assert last.same(7, updates=7, pin=None, has_extras=False, precision="delta8") is first
 
     pin, told, finely = (record.getMessage() for record in caplog.records)
-    assert pin == "step 7 was saved already, without a pin; pin it with: layerstore pin best REF"
+    assert pin == "step 7 was saved already, without a pin; pin it: layerstore pin best RUN@7"
     assert told == "step 7 was saved already; its metrics, client_state and files stay as they are"
     assert finely == "step 7 was saved already, in precision exact: it stays as it is"
 
