@@ -41,6 +41,7 @@ FULL = (
     "live/saver/test_collector.py",
     "live/test_adapters.py",
     "live/test_asynchronous.py",
+    "live/test_bucket.py",
     "live/test_eight_bit.py",
     "live/test_examples.py",
     "live/test_families.py",

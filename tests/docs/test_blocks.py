@@ -5,6 +5,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -134,6 +135,7 @@ def test_a_wrong_command_is_noticed() -> None:
 # -- calls ---------------------------------------------------------------------------------------------------------
 
 
+@cache
 def known_calls() -> dict[str, inspect.Signature]:
     """Return what the pages call, by how they write it, with what it takes."""
     found: dict[str, inspect.Signature] = {}
@@ -145,9 +147,6 @@ def known_calls() -> dict[str, inspect.Signature]:
             if isinstance(home.node, ast.ClassDef):
                 found |= {f"{each.lower()}.{method.name}": parameters(method) for method in methods(home.node)}
     return found
-
-
-CALLS = known_calls()
 
 
 def trees() -> Iterator[tuple[str, ast.AST]]:
@@ -169,9 +168,9 @@ def test_every_call_is_one_that_the_code_takes() -> None:
     for place, tree in trees():
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             written = re.sub(r"^store\.compose\(.*\)\.", "composite.", ast.unparse(call.func))
-            if written in CALLS:
+            if written in known_calls():
                 seen.add(written)
-                told = refused(CALLS[written], call, takes_reference=written.startswith("store."))
+                told = refused(known_calls()[written], call, takes_reference=written.startswith("store."))
                 wrong += [f"{place}: {ast.unparse(call)}: {told}"] if told else []
             elif written.startswith(("layerstore.", "store.", "saver.")) and written not in KNOWN_TO_FEW:
                 wrong.append(f"{place}: there is no {written}")
@@ -209,7 +208,7 @@ def test_a_wrong_call_is_noticed() -> None:
     for code in ("layerstore.attach(engine, store)", "store.compose('a@b@c')", "store.gc(keeps=1)", "Keep(newest=3)"):
         call = ast.parse(code, mode="eval").body
         assert isinstance(call, ast.Call)
-        assert refused(CALLS[ast.unparse(call.func)], call, takes_reference=True), code
+        assert refused(known_calls()[ast.unparse(call.func)], call, takes_reference=True), code
 
 
 def test_every_setting_is_shown_or_told() -> None:

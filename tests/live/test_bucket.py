@@ -85,7 +85,6 @@ def test_what_need_not_be_kept_goes(ranks: Nursery, tmp_path: Path) -> None:
     assert len(list(Path(tmp_path, "bucket", "trash").rglob("*.*"))) == 4
 
 
-@pytest.mark.full
 def test_training_goes_on_whatever_the_server_does(
     ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str], s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +111,6 @@ def test_training_goes_on_whatever_the_server_does(
     assert all(line.startswith(f"layerstore: {s3}: ") for line in (*retried, *counted))
 
 
-@pytest.mark.full
 def test_modules_and_dcp_save_there(ranks: Nursery, tmp_path: Path) -> None:
     """What FSDP2, DDP and torch.distributed.checkpoint save comes back bit for bit, on other hosts."""
     runs = {form: [f"{form}2"] for form in FORMS[2]}
@@ -151,7 +149,6 @@ def damaged_in(url: str, environment: dict[str, str], monkeypatch: pytest.Monkey
         return store.verify(read_data=True).damaged
 
 
-@pytest.mark.full
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("are_there", [True, False], ids=["processes", "hosts"])
 @pytest.mark.parametrize(("host", "request_"), [(0, "before objects"), (1, "after objects"), (0, "before commits")])
@@ -183,7 +180,6 @@ def test_a_level_in_each_host_survives_the_processes(
     assert damaged_in(f"s3://first-bucket/{name}", environment, monkeypatch) == ()
 
 
-@pytest.mark.full
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("host", "request_"), CASES, ids=[f"{host}-{each.replace(' ', '-')}" for host, each in CASES])
 def test_a_killed_host_costs_what_was_not_reported(
@@ -213,7 +209,6 @@ def test_a_killed_host_costs_what_was_not_reported(
     assert damaged_in(url, environment, monkeypatch) == ()
 
 
-@pytest.mark.full
 def test_four_hosts_go_on_as_two(
     apart: tuple[list[Host], dict[str, str]], ranks: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_the_nearest_level_that_is_left_is_resumed_from(
         assert shared[0] == STEPS  # a new one begins with the newest commit
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("broken", [("shared",), ("bucket",), ("shared", "bucket")])
 def test_a_level_that_breaks_stops_no_other(
     broken: tuple[str, ...], ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]

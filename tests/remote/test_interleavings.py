@@ -48,6 +48,7 @@ def _loses() -> bool:
     return any(any(map(lacks, worlds(bucket, pushes=1, collections=1))) for bucket in BUCKETS.values())
 
 
+@pytest.mark.full
 def test_without_the_trash_a_push_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an old commit names has to be held for as long as a push may count on that commit."""
 

@@ -49,7 +49,6 @@ def saves(saver: Saver, model: nn.Module, optimizers: Optimizers, steps: range) 
     return states
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum", "two"])
 def test_a_save_holds_the_state_of_its_moment(store: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Also what forward changes, before the first update, and whatever the optimizer keeps."""
@@ -82,7 +81,6 @@ def test_other_tensors_of_the_model_may_change_too(store: Path, monkeypatch: pyt
         assert other(raw(again, its), state) == []
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
 @pytest.mark.parametrize("policy", ["parity", "filter", "drift"])
 def test_a_policy_takes_each_layer_from_its_own_save(store: Path, policy: str, kind: str) -> None:
@@ -273,6 +271,7 @@ def test_a_second_saver_goes_on_and_an_older_step_begins_an_attempt(store: Path)
     assert set(states) == {1, 2, 3}
 
 
+@pytest.mark.full
 def test_what_was_dropped_comes_back_as_a_branch(store: Path) -> None:
     """Below the commit that both go on from, and of the same steps: a resume after a drop opens an attempt."""
     model, optimizers = new()
@@ -372,6 +371,7 @@ def test_the_reader_loads_it_too(store: Path) -> None:
     assert other(as_reader_loads(store, "sft", state), state) == []
 
 
+@pytest.mark.full
 def test_a_launch_without_resume_is_noticed_and_mended(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It begins an attempt, which is resumed from then on; the one that got further is named, and can be resumed."""
     model, optimizers = new("adamw")
