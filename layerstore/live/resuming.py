@@ -22,7 +22,7 @@ from layerstore.live.binding import wait_for_saves
 from layerstore.live.engine import set_random_state
 from layerstore.live.levels import open_levels
 from layerstore.live.log import LOG
-from layerstore.live.ranks import ONE_STORE_HINT, Exchange, log_nothing_yet, runs_here
+from layerstore.live.ranks import DIFFERENT_COMMITS_HINT, Exchange, log_nothing_yet, runs_here
 from layerstore.policy import Policy
 from layerstore.rank_options import AdamStep
 from layerstore.storage import RunView
@@ -107,10 +107,7 @@ def resume(
         if isinstance(composite, NotFound):
             raise composite
         if set(commits) != {commits[0]}:
-            raise IntegrityError(
-                "the ranks resume from different commits",
-                hint=f"if another job is saving, name the step; otherwise, {ONE_STORE_HINT}",
-            )
+            raise IntegrityError("the ranks resume from different commits", hint=DIFFERENT_COMMITS_HINT)
         if composite is None:
             if exchange.rank == 0:
                 log_nothing_yet(opened, run, refusal="; resume(…, must_exist=True) raises instead")

@@ -248,6 +248,7 @@ def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
 
 
 _STORED_AGAIN = "the next save stores every layer that is missing"
+_ONE_MODEL = "build the same model on every rank"
 
 
 class GivenUp(LayerstoreError):
@@ -299,9 +300,7 @@ def join(
     """
     for part in parts:
         if part.agreement != parts[0].agreement:
-            raise LayoutMismatch(
-                f"rank {part.rank} has saved a different model than rank 0", hint="build the same model on every rank"
-            )
+            raise LayoutMismatch(f"rank {part.rank} has saved a different model than rank 0", hint=_ONE_MODEL)
     lost = [
         layer.layer
         for layer in joint.share.layers

@@ -130,5 +130,5 @@ def test_what_is_no_duration(text: str) -> None:
 )
 def test_what_is_no_number(rule: dict[str, Any]) -> None:
     """Zero would mean to keep nothing, which nobody may ask by accident."""
-    with pytest.raises(InvalidInput, match="is "):
+    with pytest.raises(InvalidInput, match="cannot be "):
         Keep(**rule)

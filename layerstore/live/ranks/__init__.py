@@ -7,6 +7,7 @@ torch.distributed, but is independent of engines.
 
 from layerstore.live.ranks.attempt import AttemptLock, place_resumed
 from layerstore.live.ranks.exchange import (
+    DIFFERENT_COMMITS_HINT,
     ONE_STORE_HINT,
     SAVES_MAX,
     Exchange,

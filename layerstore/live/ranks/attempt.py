@@ -15,7 +15,7 @@ from layerstore.compose import Composition
 from layerstore.errors import Conflict, IntegrityError, NotFound
 from layerstore.history import NextCommit, reserve
 from layerstore.live.log import LOG
-from layerstore.live.ranks.exchange import ONE_STORE_HINT, Exchange
+from layerstore.live.ranks.exchange import DIFFERENT_COMMITS_HINT, Exchange
 from layerstore.storage import Repository, RunView
 
 PlaceFinder = Callable[[RunView | None], NextCommit]
@@ -69,7 +69,7 @@ class AttemptLock:
                 if set(places) != {places[0]}:
                     raise Conflict(
                         f"the ranks see different commits of run {self._run!r}",
-                        hint=f"if another job is saving, try again; otherwise, {ONE_STORE_HINT}",
+                        hint=DIFFERENT_COMMITS_HINT,
                     )
                 # The old attempt is released only now: if an error came before this, the saver continues that attempt.
                 self._hold(attempt, unless_agreed.pop_all())

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TEXT_BYTES_MAX = 2048
 
 ONE_STORE_HINT = "all hosts must see one store: a bucket, or a folder on a disk that they share"
+DIFFERENT_COMMITS_HINT = f"if another job is saving, try again once it has ended; otherwise, {ONE_STORE_HINT}"
 
 _SILENT_SECONDS_MAX = 60.0
 
