@@ -9,7 +9,7 @@ The transaction: records, parts and pins become visible only here.
 No lock is taken against collections. A writer touches its objects, links its record, and then checks the objects; a
 collection moves objects aside, and then checks for new records. Whichever comes first, one of them sees the other
 (docs/internals/durability.md). A transaction that finds an object missing undoes its own record and raises an error
-with the hint "repeat the command"; it never repairs another record.
+with the hint "try again"; it never repairs another record.
 """
 
 import time
@@ -196,7 +196,7 @@ class Transaction:
         if lost:
             raise Overtaken(
                 f"objects of {name} were removed while it was written ({len(lost)}, first: {lost[0].id})",
-                hint="repeat the command: it writes them again",
+                hint="try again: what is missing is then written again",
             )
 
 

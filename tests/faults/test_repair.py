@@ -715,7 +715,7 @@ def test_an_ingest_that_reuses_what_repair_takes_away_does_not_report_success(
         ingesting.ingest(source, run="other", trust_store=True)
 
     assert seen[: len(moment)] == moment
-    assert str(raised.value.hint).startswith("repeat the command")
+    assert str(raised.value.hint).startswith("try again")
     with layerstore.open(store.path) as fresh:
         assert "other" not in {entry.run for entry in fresh.log()}
         fresh.ingest(source, run="other")
