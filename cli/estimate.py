@@ -402,7 +402,7 @@ def _time(seconds: float) -> str:
 
 def _number(count: int) -> str:
     """
-    Return *count* for people.
+    Return *count* in a form that is easy to read.
 
     >>> _number(8_030_261_248), _number(6_240), _number(12)
     ('8.03 billion', '6,240', '12')

@@ -91,7 +91,7 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
     >>> progress_line(Phase("verify", 10**9, 10**8, 60), Phase("verify", 10**9, 10**8, 30))
     'verify: 10%, 100.0 MB of 1.0 GB, 0 B/s'
     """
-    # The rate of a phase that started after *before* counts from the start of that phase.
+    # If the phase began after *before* was shown, its rate counts from its own start.
     is_same = before is not None and before.what == phase.what and before.seconds < phase.seconds
     done, seconds = (before.done, before.seconds) if before is not None and is_same else (0, 0.0)
     rate = (phase.done - done) / max(phase.seconds - seconds, 1e-3)

@@ -84,7 +84,7 @@ _EXPORTED: dict[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 def dtype_code(name: str | None) -> str | None:
-    """Return the code for *name*, a user's name of an element type for exported weights; None stays None."""
+    """Return the code of *name*, the element type of an export as users write it; None stays None."""
     if name is None:
         return None
     if name not in _EXPORTED:

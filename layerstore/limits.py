@@ -125,8 +125,9 @@ RECIPE_DEPTH_MAX = 16
 # Blocks of a model that `estimate` makes up; no real model comes near.
 MODEL_BLOCKS_MAX = 2_000
 
-# The contiguous stretches of one tensor that Transformers splits or joins differently on disk than in memory. With one
-# stretch a row, a large model stays below this; a transposed matrix, with one stretch an element, does not.
+# The most contiguous stretches that one tensor may be put together from: Transformers splits and joins tensors as it
+# saves them, and DCP stores them in chunks. With one stretch per row, a large model stays below this; a transposed
+# matrix, with one stretch per element, does not.
 RENAMED_RUNS_MAX = 1 << 18
 # Building a model without elements takes seconds, but a config may claim any number of layers.
 RENAMING_SECONDS_MAX = 300.0

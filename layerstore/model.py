@@ -345,7 +345,7 @@ class CommitRecord:
 
     @property
     def kept_precision(self) -> str:
-        """The precision of all layers: ``exact``, the save's own, or ``mixed`` if only inherited layers are compact."""
+        """``exact`` if all layers are, ``mixed`` if only inherited ones are compact, else the save's own precision."""
         if self.is_exact:
             return "exact"
         return "mixed" if self.precision == "exact" else self.precision

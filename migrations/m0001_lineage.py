@@ -231,7 +231,7 @@ def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> tu
 
 
 def _check_settled(older: Older) -> None:
-    """Refuse a store with files that a repair or collection by layerstore 0.1 left in quarantine or aside."""
+    """Refuse a store where layerstore 0.1 left records or pins in quarantine, or objects in ``aside/``."""
     lost = [
         f"{folder}/{name}"
         for repair in older.folders("quarantine")

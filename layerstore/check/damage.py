@@ -171,7 +171,7 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hurt:
-    """A damaged commit or pin, and what can still be composed on it."""
+    """A damaged commit or pin, and what can still be composed from it."""
 
     _JSON: ClassVar = "commit=reference layers everything stands"
 
@@ -197,7 +197,7 @@ def hurt_by(
     repo: Repository, holders: Mapping[str, Holder], blobs: Mapping[BlobRef, Collection[ObjectId]]
 ) -> tuple[Hurt, ...]:
     """
-    Return what can still be composed on each of *holders* that a user sees.
+    Return, for each of *holders* but hidden commits, what it lost and what can still be composed from it.
 
     *blobs* are the damaged version and state blobs, each with the objects that it lost, which may include itself.
     """

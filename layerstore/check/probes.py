@@ -24,7 +24,7 @@ from layerstore.units import size
 
 ELSEWHERE = "choose another filesystem"
 
-_SYNCS = 3  # the fastest counts: others may have waited for another program's data
+_SYNCS = 3  # only the fastest is reported: the others may have waited for another program's data
 _CLOCK_LOOKS = 4
 _SKEW_SECONDS_MAX = 5 * 60.0
 _FREE_BYTES_MIN = 1 << 30

@@ -130,7 +130,7 @@ def _error(values: Floats, coded: Floats, greatest: np.int32, decoded: Floats, s
 
 
 def _sum_of_squares(numbers: Floats, exponent: int, scratch: Floats) -> float:
-    """Return the sum of the squares of *numbers*, dividing them by 2 to the *exponent* during the computation."""
+    """Return the sum of the squares of *numbers*, which are scaled by 2**-exponent meanwhile so that fp32 holds it."""
     if exponent:
         numbers = np.multiply(numbers, np.float32(2.0**-exponent), out=scratch)
     # The sum's last digits depend on the machine, but the sum is only shown: it is hashed into no name.

@@ -225,7 +225,7 @@ def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
     others = Needs(repo)
     for pin in repo.records.readable_pins():
         others.add_readable(pin.record)
-    # Read the commits close by first: a blob that is already known is not read again.
+    # Commits of nearby steps first: they share the most blobs, and a blob that is already known is not read again.
     for run in dict.fromkeys(commit.run for commit in going):
         rows = sorted((row for row in repo.catalog.view(run).rows.values() if row.id not in ids), key=_BY_STEP)
         near: dict[RecordName, None] = {}

@@ -271,7 +271,7 @@ def _groups(
         at = tuple(at for at, save in enumerate(kept) if version in save)
         together.setdefault((version[1], at), []).append(version)
     for (is_exact, at), versions in together.items():
-        # A compact version may never be due; an exact one is at least in the first save.
+        # A compact version that is never due is in no save; an exact one is always in the first save.
         if is_exact or at:
             size_bytes = sum(version_bytes[version] for version in versions)
             yield SaveGroup(size_bytes=size_bytes, due=at, cycle=len(kept), is_in_first=is_exact)

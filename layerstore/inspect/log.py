@@ -32,7 +32,7 @@ class LogEntry:
     bytes_new: int = 0
     """Bytes that the commit's writer put into the store."""
     precision: str = "exact"
-    """The precision of its layers: ``exact``, the save's own, or ``mixed`` if all compact layers are inherited."""
+    """``exact`` if all layers are, ``mixed`` if only inherited layers are compact, else the save's own precision."""
     pins: tuple[str, ...] = ()
     pushed: tuple[str, ...] = ()
     """URLs of the remotes that had the commit as of the last push or pull."""

@@ -99,7 +99,7 @@ class CommitView:
     policy: str
     policy_parameters: dict[str, str]
     precision: str
-    """The precision of its layers: ``exact``, the save's own, or ``mixed`` if all compact layers are inherited."""
+    """``exact`` if all layers are, ``mixed`` if only inherited layers are compact, else the save's own precision."""
     is_among_compact: bool
     """Whether some save of its run is not exact, so that this commit's precision is worth showing."""
     losses: tuple[Loss, ...]

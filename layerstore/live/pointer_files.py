@@ -228,8 +228,8 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
     target = lasting_scratch() if folder is None else Path(folder)
     if not _write_files(store, states, target, tag=base.layout.tag):
         raise NotFound(
-            f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
-            hint="fill the engine with layerstore.resume(engine, store, run=…)",
+            f"{pointer.name} has no {TRAINER_STATE}: the commit was not saved by a Trainer",
+            hint="load it with layerstore.resume(engine, store, run=…)",
         )
     # It is not known yet which trainer will load, under which stage: write pointers for all; loads refuse a mismatch.
     write_fsdp_pointers(repo.files, target, pointer)

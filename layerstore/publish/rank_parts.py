@@ -365,9 +365,9 @@ def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, 
         # A commit up to the step *after* may be an older one that was restored.
         if row.id not in own and (after is None or row.step > after):
             raise Conflict(
-                f"another job saves attempt {record.attempt} of run {record.run!r} "
-                f"too and has saved step {row.step} (commit {short_id(row.id)})",
-                hint="end one of the two jobs, and resume the other",
+                f"another job is also saving attempt {record.attempt} of run {record.run!r}, "
+                f"and has saved step {row.step} (commit {short_id(row.id)})",
+                hint="end one of the two jobs, and restart the other",
             )
 
 

@@ -118,7 +118,7 @@ def plan_ranks(
     is_live: bool = False,
 ) -> RankStates:
     """
-    Plan *composition* for the ranks of *options*; with *is_live*, notes suggest arguments of ``resume``, not options.
+    Plan *composition* for the ranks that *options* ask for; with *is_live*, notes suggest arguments of ``resume``.
 
     Raises:
         LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be rebuilt, or

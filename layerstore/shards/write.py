@@ -333,7 +333,7 @@ class RankLoad:
         Raises:
             LayoutMismatch: The layers do not fit together, or cannot be adapted to *world_size* ranks.
         """
-        # Set only in this copy of the repository: saving, verifying and exporting need whole versions.
+        # Only in this copy of the repository: own versions lack other ranks' objects, which all else needs.
         repo = replace(repo, own_versions=own_versions)
         options = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, like=like)
         ranks = plan_ranks(repo, composition, options, is_live=True)

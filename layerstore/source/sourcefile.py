@@ -22,7 +22,7 @@ _NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.ENXIO, errno.ENODEV})
 
 
 class OpenedSource:
-    """One open source file, see `open_source`."""
+    """A source file that has been opened; see `open_source`."""
 
     def __init__(self, path: Path, *, fd: int, size_bytes: int, begin: int = 0) -> None:
         """Wrap the open file *fd*, or its section of *size_bytes* from *begin*: all offsets count from *begin*."""

@@ -115,7 +115,7 @@ def test_a_run_without_commits_has_nothing_to_resume(store: Store) -> None:
 
 def test_what_no_trainer_has_saved_is_refused(store: Store, tmp_path: Path) -> None:
     """A Trainer cannot begin without its own state, and the hint names what can."""
-    with pytest.raises(NotFound, match="no Trainer has saved it") as raised:
+    with pytest.raises(NotFound, match="the commit was not saved by a Trainer") as raised:
         checkpoint(store, "raw", folder=tmp_path / "resume")
 
     assert "layerstore.resume" in str(raised.value.hint)

@@ -182,7 +182,7 @@ class StoreCheckpointEngine:
         pointer, loaded = target
         if self._load is not None and self._load[0] != pointer:
             self._known_engine().warn(
-                "without the optimizer's state, DeepSpeed loads weights from the folder given in the file 'latest'",
+                "in a load without the optimizer's state, DeepSpeed takes weights from the folder named in 'latest'",
                 f"weights are from {loaded.name}, everything else is from {self._load[1].name}",
             )
         with (

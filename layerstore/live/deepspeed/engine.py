@@ -416,8 +416,8 @@ def _engines_where(matches: Callable[[Any], bool]) -> list[Any]:
 def _only(engines: list[Any]) -> Any:
     if not engines:
         raise InvalidInput(
-            "the Trainer does not train under DeepSpeed",
-            hint="pass TrainingArguments(deepspeed=CONFIG) with stage 1, 2 or 3, or fsdp=True, which needs a GPU",
+            "the Trainer trains under neither DeepSpeed nor FSDP2",
+            hint="pass TrainingArguments(deepspeed=CONFIG) with ZeRO stage 1, 2 or 3; or, on a GPU, fsdp=True",
         )
     if len(engines) > 1:
         raise InvalidInput(

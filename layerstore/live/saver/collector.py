@@ -300,7 +300,7 @@ def _collected(
         and not Path(places[0]).is_absolute()
         and any(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
     ):
-        # The bucket has records whose objects are missing: push again, now comparing objects.
+        # The bucket may have records whose objects are missing: push again, now comparing objects.
         with suppress(AlreadyExists, IntegrityError):  # the earlier push has reported this error
             store.push(places[0], runs=[run])
         outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)

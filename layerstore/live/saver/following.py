@@ -1,4 +1,4 @@
-"""The work after a save is written: send it to the next levels, and collect commits that are not kept."""
+"""What happens once a save is written: it is sent to the next levels, and commits that are not kept are collected."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -186,7 +186,7 @@ class Sender:
         return False
 
     def _write(self, write: Callable[[], None], step: int) -> None:
-        # Tried only once: *write* is advisory, and the next commits wait for this thread.
+        # Tried only once: no promise depends on timings, and the next commits wait for this thread.
         try:
             write()
         except Exception as exc:  # noqa: BLE001  # training continues

@@ -56,7 +56,7 @@ class Pattern:
         """
         known = list(names)
         if self.tokens == (self.text,) and self.text not in {_ANY, _ONE}:
-            fitting = [self.text] if self.text in known else []  # most recipes name each layer
+            fitting = [self.text] if self.text in known else []  # without a wildcard, as in most recipes
         else:
             fitting = [name for name in known if _fits(self.tokens, name)]
         if not fitting:

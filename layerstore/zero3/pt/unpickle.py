@@ -143,7 +143,8 @@ def _read(
             raise damaged(path, str(exc)) from exc
         raise untrusted(path, f"its pickle is not one that {form.writer} writes: {exc}") from exc
     _refuse_globals(path, machine.globals_named, trusted, places=checked.names)
-    strange = [(checked.names[name], name) for name in checked.names.keys() - trusted]  # all of them belong to tensors
+    # The names that _refuse_globals has let through are those of unsupported kinds of tensors.
+    strange = [(checked.names[name], name) for name in checked.names.keys() - trusted]
     for place, what in (*checked.unreadable, *sorted(strange)):
         raise Unsupported(
             f"{path}: at {place}: {what} is not supported",

@@ -57,7 +57,7 @@ def test_engines_that_cannot_be_told_apart_are_refused() -> None:
 @pytest.mark.fault(145)
 def test_a_model_without_an_engine_is_refused() -> None:
     """The hint says how a Trainer gets one."""
-    with pytest.raises(InvalidInput, match="does not train under DeepSpeed"):
+    with pytest.raises(InvalidInput, match="trains under neither DeepSpeed nor FSDP2"):
         engine_of(nn.Linear(1, 1), object())
 
 

@@ -67,7 +67,7 @@ def test_who_saves_second_saves_nothing_more(hosts: Any, first: str) -> None:
     words = [behind.save(step) for step in (2, 3)]
     assert ahead.save(4) == ""
 
-    met = "another job saves attempt 1 of run 'sft' too and has saved step 2 (commit "
+    met = "another job is also saving attempt 1 of run 'sft', and has saved step 2 (commit "
     assert [f"step {step}: {met}" in said for step, said in zip((2, 3), words, strict=True)] == [True, True]
     assert steps(older) == [1, 2, 4]
     for job in (ahead, behind):
