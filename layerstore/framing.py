@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from layerstore.coding import CODINGS
 from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Slice, StoredTensor, key_of
 
@@ -89,7 +90,12 @@ def coded_frame(tensors: Iterable[StoredTensor], *, reference: str) -> tuple[Fra
 
 
 def framed(tensors: Iterable[tuple[str, str, Sequence[int]]], *, metadata: Mapping[str, str] | None = None) -> Frame:
-    """Lay out *tensors*, given as (key, element type, shape); the header starts with *metadata*."""
+    """
+    Lay out *tensors*, given as (key, element type, shape); the header starts with *metadata*.
+
+    Raises:
+        IntegrityError: Two tensors have one key.
+    """
     begin, offsets = 0, []
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     for key, dtype, shape in tensors:
@@ -97,7 +103,8 @@ def framed(tensors: Iterable[tuple[str, str, Sequence[int]]], *, metadata: Mappi
         entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         offsets.append(begin)
         begin = end
-    assert len(entries) == len(offsets) + (metadata is not None), "keys are unique within a file"
+    if len(entries) != len(offsets) + (metadata is not None):
+        raise IntegrityError("two slices have one name")
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     # The payload begins on a page, so that the kernel can copy or share it.
     padding = -(8 + len(text)) % PAGE_BYTES

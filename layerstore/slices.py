@@ -135,8 +135,13 @@ class StoredSlice:
 
 def slices_in(stored: StoredObject) -> Iterator[StoredSlice]:
     """Yield the slices of an object, as if none were coded; raises IntegrityError if they do not fill it."""
-    framing, ref, is_coded = frame(stored.tensors), stored.ref, stored.is_coded
-    file = coded_frame(stored.tensors, reference=stored.reference)[0] if is_coded else framing
+    ref, is_coded = stored.ref, stored.is_coded
+    try:
+        framing = frame(stored.tensors)
+        file = coded_frame(stored.tensors, reference=stored.reference)[0] if is_coded else framing
+    except IntegrityError as exc:
+        exc.locate(f"object {stored.id} is listed wrongly")
+        raise
     if file.size_bytes != stored.size_bytes:
         raise IntegrityError(f"object {stored.id} is listed with a size that its tensors do not have")
     for tensor, offset in zip(stored.tensors, framing.offsets, strict=True):

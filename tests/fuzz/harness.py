@@ -39,7 +39,7 @@ SECONDS_MAX = 2.0
 MEMORY_BYTES_MAX = 256 * MIB
 """That a child may take for all its inputs, one after another, beyond what it has to begin with."""
 HANG_SECONDS = 600.0
-COUNT_MAX = 1000
+COUNT_MAX = 400
 """Inputs for one child: what makes them up remembers all that it has made."""
 
 

@@ -46,7 +46,7 @@ from layerstore.hf import weight_names
 from layerstore.hf.plan import config_with_dtype, parse_config
 from layerstore.history import note_pushed, pushed_to
 from layerstore.history.metrics import Measured, _log_history, _logged_at
-from layerstore.limits import KIB
+from layerstore.limits import KIB, RECIPE_BYTES_MAX
 from layerstore.model import CommitId
 from layerstore.parts import LayerPart, Part
 from layerstore.policy.recipe import parse_recipe, read_text
@@ -317,7 +317,7 @@ def _own_notes() -> Parser:
 
 @cache
 def _opened(folder: Path) -> Repository:
-    return samples.repo(folder / "store")
+    return samples.repo(Path(tempfile.mkdtemp(dir=folder)) / "store")  # one for each child
 
 
 # -- envelopes and blobs -------------------------------------------------------------------------------------------
@@ -459,7 +459,8 @@ _RECIPES = [
 
 def _recipe() -> Parser:
     def parse(data: bytes, folder: Path) -> object:
-        return parse_recipe(read_text(data, name=FILE), name=FILE).plan(llama())
+        text = read_text(data[:RECIPE_BYTES_MAX], name=FILE)  # no more is read of a file
+        return parse_recipe(text, name=FILE).plan(llama())
 
     yamls = changed_values([{"base": 200, "layers": {"model.layers.0": 100, "model.norm": "base"}, "rest": "base"}])
     return Parser(inputs=_either(changed(_RECIPES), yamls.map(_json)), parse=parse, right=(InvalidInput,))

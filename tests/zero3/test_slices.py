@@ -1,13 +1,15 @@
 """Promises of the slicing: DeepSpeed's own rule, for every length and world size."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.framing import frame
 from layerstore.model import Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
-from layerstore.slices import Slices, slice_length, valid_elements
+from layerstore.slices import Slices, slice_length, slices_in, valid_elements
 
 
 @given(st.integers(0, 10**12), st.integers(1, 4096))
@@ -110,3 +112,15 @@ def test_elements_that_are_not_stored_so_are_refused() -> None:
         list(stored_slices(5, 4).pieces(Kind.WEIGHTS, "a", dtype="F32", offset=0))
     with pytest.raises(Unsupported, match="stored as I64 and cannot be written as F16"):
         list(stored_slices(9, dtype="I64").pieces(Kind.MASTER, "a", dtype="F16", offset=0))
+
+
+def test_an_object_that_lists_a_slice_twice_is_damage() -> None:
+    """Also of a coded one, whose parts have names of their own; both would be read from one place."""
+    tensor = StoredTensor(name="a", state="exp_avg", dtype="F32", elements=8, crc32=1)
+    coded = replace(tensor, coding="companded8")
+    for twice in ((tensor, tensor), (coded, coded), (tensor, coded)):
+        stored = StoredObject(
+            id=ObjectId("0" * 32), size_bytes=4096, kind=Kind.OPTIMIZER, shard=0, shards=1, tensors=twice, chunks=b""
+        )
+        with pytest.raises(IntegrityError, match=r"object 0{32} is listed wrongly: two slices have one name"):
+            list(slices_in(stored))
