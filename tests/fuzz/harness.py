@@ -37,9 +37,9 @@ INPUT_BYTES_MAX = MIB
 SECONDS_MAX = 2.0
 """Of the processor, for one input; most take less than a millisecond."""
 MEMORY_BYTES_MAX = 256 * MIB
-"""That a child may take for all its inputs, one after another, beyond what it has to begin with."""
+"""That an input may take, beyond what the child has before it: what makes up inputs takes more with each of them."""
 HANG_SECONDS = 600.0
-COUNT_MAX = 400
+COUNT_MAX = 1000
 """Inputs for one child: what makes them up remembers all that it has made."""
 
 
@@ -239,7 +239,7 @@ def feed(module: str, name: str, count: int, seed: int, folder: Path) -> Counter
 
     def judge(data: bytes) -> None:
         (folder / "input").write_bytes(data)
-        with guard.watching():
+        with _address_space(bytes_more), guard.watching():
             outcomes[_parsed(parser, data, folder)] += 1
 
     def run(inputs: st.SearchStrategy[bytes], examples: int) -> None:
@@ -249,9 +249,10 @@ def feed(module: str, name: str, count: int, seed: int, folder: Path) -> Counter
         )(given(inputs)(judge))  # fmt: skip
         hypothesis.seed(seed)(test)()
 
-    run(parser.inputs, min(20, count))  # what is imported at first use is no memory of the inputs
-    with _address_space(MEMORY_BYTES_MAX):
-        run(parser.inputs, count)
+    bytes_more = 1 << 40  # at first: what is imported at first use is no memory of the inputs
+    run(parser.inputs, min(20, count))
+    bytes_more = MEMORY_BYTES_MAX
+    run(parser.inputs, count)
     return outcomes
 
 

@@ -40,7 +40,7 @@ from layerstore.format import (
     unseal_part,
     unseal_pin,
 )
-from layerstore.format.records import seal, unseal
+from layerstore.format.records import unseal
 from layerstore.hashing import digest
 from layerstore.hf import weight_names
 from layerstore.hf.plan import config_with_dtype, parse_config
@@ -336,7 +336,8 @@ def _in_an_envelope(
     """Return the parser of files called *name*: as they are, and with a payload that was changed and sealed again."""
 
     def sealed(payload: bytes) -> bytes:
-        return seal(payload, name=name, store_id=samples.STORE_ID)
+        body = head + len(payload).to_bytes(8, "big") + payload  # by hand: `seal` refuses what nobody could read
+        return body + digest(body)
 
     def parse(data: bytes, folder: Path) -> object:
         found = read(data)
@@ -344,6 +345,8 @@ def _in_an_envelope(
         return found
 
     payloads = [unseal(data, name=name, store_id=samples.STORE_ID) for data in sound]
+    head = sound[0].removesuffix(sound[0][-16:]).removesuffix(payloads[0])[:-8]
+    assert sealed(payloads[0]) == sound[0]
     values = [unpack(payload, what="") for payload in payloads]
     inputs = _either(
         changed(sound),
