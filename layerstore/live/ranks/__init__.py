@@ -14,6 +14,7 @@ from layerstore.live.ranks.exchange import (
     RankReport,
     agree_on_save,
     agreed_layers,
+    as_text,
     exchange_reports,
     open_session,
 )

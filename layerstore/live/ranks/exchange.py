@@ -62,7 +62,7 @@ class Exchange:
             yield
         except Exception as exc:  # noqa: BLE001  # raised below: the other ranks need our message first
             problem = exc
-        texts = self.texts("" if problem is None else _as_text(problem))
+        texts = self.texts("" if problem is None else as_text(problem))
         if problem is not None:
             raise problem  # our own error, with its traceback, rather than another rank's report
         for rank, text in enumerate(texts):
@@ -207,7 +207,7 @@ def _warning_if_kept_waiting(rank: int, call: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _as_text(problem: Exception) -> str:
+def as_text(problem: Exception) -> str:
     """Return the lines of *problem* for other ranks: its class, its message and, if there is room, its hint."""
     text = f"{type(problem).__name__}\n{' '.join(str(problem).split()) or type(problem).__name__}"
     with_hint = f"{text}\n{getattr(problem, 'hint', None) or ''}"
@@ -258,9 +258,7 @@ class RankReport:
     is_mistyped: bool = False
     """Whether *problem* is a type in client_state that cannot be kept."""
     problem: str = ""
-    """Why this save cannot be made; empty if it can."""
-    hint: str = ""
-    """What to do about *problem*."""
+    """Why this save cannot be made, as `as_text` puts it; empty if it can be made."""
 
 
 def exchange_reports(exchange: Exchange, report: RankReport) -> RankReport:
@@ -280,12 +278,11 @@ def agree_on_save(exchange: Exchange, report: RankReport) -> RankReport:
     with _warning_if_kept_waiting(exchange.rank, "save()"):
         reports = _exchanged(exchange, report)
     for rank, other in enumerate(reports):
+        _, message, hint = _lines(other.problem)
         if other.problem and other.is_mistyped:
-            raise TypeError(f"{other.problem} (on rank {rank}); only plain and numpy values and tensors can be kept")
+            raise TypeError(f"{message} (on rank {rank}); only plain and numpy values and tensors can be kept")
         if other.problem:
-            raise InvalidInput(
-                f"step {report.step} cannot be saved: {other.problem} (on rank {rank})", hint=other.hint or None
-            )
+            raise InvalidInput(f"step {report.step} cannot be saved: {message} (on rank {rank})", hint=hint or None)
     if len({(other.step, other.number) for other in reports}) > 1:
         saves = sorted({(other.step, other.number) for other in reports})
         raise Conflict(
@@ -342,11 +339,11 @@ def open_session(exchange: Exchange, repo: Repository) -> str:
 
 def _exchanged(exchange: Exchange, report: RankReport) -> list[RankReport]:
     facts = asdict(report) | {"outcomes": list(report.outcomes.items())}
-    problem, hint = facts.pop("problem"), facts.pop("hint")
+    problem = facts.pop("problem")
     # The problem comes after the facts, which must not be cut off. JSON keys are strings, so the outcomes are pairs.
     head = json.dumps(facts)
     assert len(head) < TEXT_BYTES_MAX, "outcomes of so many saves fit"
-    return [_parsed(text) for text in exchange.texts(f"{head}\n{problem}\n{hint}")]
+    return [_parsed(text) for text in exchange.texts(f"{head}\n{problem}")]
 
 
 def _lines(text: str) -> tuple[str, str, str]:
@@ -357,9 +354,9 @@ def _lines(text: str) -> tuple[str, str, str]:
 
 
 def _parsed(text: str) -> RankReport:
-    head, problem, hint = _lines(text)
+    head, _, problem = text.partition("\n")
     facts = json.loads(head)
-    return RankReport(**facts | {"outcomes": dict(facts["outcomes"]), "problem": problem, "hint": hint})
+    return RankReport(**facts | {"outcomes": dict(facts["outcomes"]), "problem": problem})
 
 
 def _merged(reports: Sequence[RankReport]) -> RankReport:

@@ -34,6 +34,7 @@ from layerstore.live.ranks import (
     RankReport,
     agree_on_save,
     agreed_layers,
+    as_text,
     exchange_reports,
     open_session,
     place_resumed,
@@ -343,8 +344,7 @@ class Saver:
             precision=precision,
             retries=self._background.retries.taken(),
             is_mistyped=isinstance(problem, NotPlain),
-            problem="" if problem is None else " ".join(str(problem).split()) or type(problem).__name__,
-            hint=getattr(problem, "hint", None) or "",
+            problem="" if problem is None else as_text(problem),
         )
 
     def _new_outcomes(self) -> dict[int, bool]:

@@ -16,6 +16,7 @@ from layerstore.live.ranks.exchange import (
     Exchange,
     RankReport,
     agree_on_save,
+    as_text,
     exchange_reports,
 )
 
@@ -103,7 +104,7 @@ def test_outcomes_of_as_many_saves_as_may_be_open_fit_into_a_report() -> None:
 
     assert agreed(large, large).outcomes == large.outcomes
     with pytest.raises(InvalidInput, match="problem problem"):
-        agreed(report(step=10**18, problem="problem " * 1000), large)
+        agreed(report(step=10**18, problem=as_text(InvalidInput("problem " * 1000))), large)
 
 
 def test_ranks_at_different_steps_or_saves_do_not_save() -> None:
@@ -128,10 +129,12 @@ def test_one_rank_off_the_boundary_stops_all() -> None:
 
 def test_what_one_rank_cannot_keep_stops_all() -> None:
     """A wrong type is a TypeError, everything else InvalidInput; the lowest rank's problem is reported."""
+    no_file = report(problem=as_text(InvalidInput("no such file", hint="give another")))
+    mistyped = report(problem=as_text(TypeError("client_state.a is a b.C")), is_mistyped=True)
     with pytest.raises(TypeError, match=r"client_state\.a is a b\.C \(on rank 0\); only plain"):
-        agreed(report(is_mistyped=True, problem="client_state.a is a b.C"), report(problem="no such file"))
+        agreed(mistyped, no_file)
     with pytest.raises(InvalidInput, match=r"step 7 cannot be saved: no such file \(on rank 1\)") as told:
-        agreed(report(), report(problem="no such file", hint="give another"))
+        agreed(report(), no_file)
     assert told.value.hint == "give another"
 
 
