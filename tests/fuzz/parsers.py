@@ -345,7 +345,7 @@ def _in_an_envelope(
         return found
 
     payloads = [unseal(data, name=name, store_id=samples.STORE_ID) for data in sound]
-    head = sound[0].removesuffix(sound[0][-16:]).removesuffix(payloads[0])[:-8]
+    head = sound[0][:-16].removesuffix(payloads[0])[:-8]  # without the digest, the payload and its length
     assert sealed(payloads[0]) == sound[0]
     values = [unpack(payload, what="") for payload in payloads]
     inputs = _either(
